@@ -1,0 +1,1 @@
+"""What runs when: the Prefect flow, its deployment and the `elastane` command."""

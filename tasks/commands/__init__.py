@@ -1,0 +1,1 @@
+"""What users do beside the pipeline, one command a file."""

@@ -1,0 +1,12 @@
+"""The one exception a user is meant to read."""
+
+from __future__ import annotations
+
+USER_ERROR_EXIT_CODE = 2
+
+
+class UserError(ValueError):
+    """A mistake in the user's input: one sentence with the value, the rule and the way out.
+
+    A stage that ends in it exits with code 2 and is never retried.
+    """

@@ -1,0 +1,1 @@
+"""Executes a Plan: worker, loop, engines, checkpoints."""
