@@ -70,7 +70,8 @@ class BaseModelRef(Contract):
     """The base model as prepare_data found it (`data/base/base.json`).
 
     `weights` is "here" when they were converted into `data/base/`, else "source": they stay where
-    `name_or_path` says. `content_hash` covers the weights and the config, wherever they lie.
+    `name_or_path` says. `content_hash` covers the weights and the config as they are trained on,
+    `source_hash` the files they were made from (the same unless they were converted).
     """
 
     name_or_path: str
@@ -78,6 +79,7 @@ class BaseModelRef(Contract):
     kind: Literal["builtin", "gguf", "folder", "hub"]
     weights: Literal["here", "source"]
     content_hash: str
+    source_hash: str
     trust_remote_code: bool
 
 

@@ -199,7 +199,9 @@ def read_params(path: Path) -> Params:
     except YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}; mend that line") from None
     if not isinstance(raw, dict):
-        raise UserError(f"{path} holds {type(raw).__name__}, not sections; copy params.yaml from the repository")
+        raise UserError(
+            f"{path} holds {type(raw).__name__}, not sections; copy params.yaml from the repository"
+        )
     return parse_params(raw, path.name)
 
 

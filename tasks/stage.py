@@ -58,7 +58,7 @@ def heartbeat(what: str) -> Iterator[None]:
         thread.join()
 
 
-def stage_main(stage: str, run: Callable[[Params, Paths], None]) -> None:
+def stage_main(stage: str, run: Callable[[Params, Paths], object]) -> None:
     """Runs one stage of the workspace in the current folder and exits with its code.
 
     0 on success, 2 after a user's mistake (one sentence on stderr), 1 after a fault of ours

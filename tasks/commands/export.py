@@ -1,0 +1,81 @@
+"""`elastane export`: the tuned model as a folder that plain transformers or PEFT opens."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tasks.errors import UserError
+from tasks.params import Params
+from tasks.paths import Paths
+from tasks.stage import heartbeat, say
+
+TOLERANCE = 1e-4
+
+
+def export(params: Params, paths: Paths, output: Path, merge: bool) -> Path:
+    """Writes `output` whole or not at all, then opens it again and compares logits with the tuned model.
+
+    Args:
+        merge: fold a LoRA adapter into the base and write whole weights; otherwise the adapter alone.
+
+    Raises:
+        UserError: `output` exists and is not empty, or nothing trained yet.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(
+            f"{output} is there and not empty, and export overwrites nothing; name another folder"
+        )
+    with heartbeat("loading the tuned model"):
+        from tasks.trainer import loading
+
+        final = loading.read_final(paths)
+        model, _ = loading.load_tuned(paths)
+    adapter_only = final.finetuning_type == "lora" and not merge
+    fresh = output.with_name(f".{output.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.parent.mkdir(parents=True, exist_ok=True)
+    expected = _logits(model)
+    with heartbeat(f"writing {output}"):
+        if adapter_only:
+            shutil.copytree(paths.final, fresh)
+            for ours in ("manifest.json", "train_report.json", "train_curves.csv"):
+                (fresh / ours).unlink()
+        else:
+            merged = model.merge_and_unload() if final.finetuning_type == "lora" else model
+            merged.save_pretrained(fresh)
+        loading.save_tokenizer(paths, fresh)
+    with heartbeat("opening the export again"):
+        difference = float((_logits(_reopen(paths, fresh, adapter_only)) - expected).abs().max())
+    scale = float(expected.abs().max())
+    if not difference <= TOLERANCE * max(1.0, scale):
+        shutil.rmtree(fresh)
+        raise RuntimeError(f"the export's logits differ from the tuned model's by {difference:.2e}")
+    if output.exists():
+        output.rmdir()
+    fresh.rename(output)
+    what = f"adapter for {final.base.name_or_path}" if adapter_only else "whole weights"
+    say(f"export: {what} in {output}; logits differ from the tuned model's by at most {difference:.1e}")
+    return output
+
+
+def _reopen(paths: Paths, folder: Path, adapter_only: bool):  # type: ignore[no-untyped-def]
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from tasks.trainer import loading
+
+    dtype = loading.inference_dtype(paths)
+    if adapter_only:
+        model = PeftModel.from_pretrained(loading.load_base(paths, dtype), folder)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.to(loading.device()).eval()
+
+
+def _logits(model):  # type: ignore[no-untyped-def]
+    """Logits (1, 16, vocabulary) on the first sixteen token ids, float32 on the CPU."""
+    import torch
+
+    with torch.inference_mode():
+        return model(input_ids=torch.arange(16, device=model.device)[None]).logits.float().cpu()

@@ -1,0 +1,105 @@
+"""Stage evaluate: the tuned model beside its base on held-out rows, by loss and by their own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tasks.contracts import DataManifest, EvalReport, Sample, Samples, Score
+from tasks.data.prepared import Split
+from tasks.params import EvaluateParams, Params
+from tasks.paths import Paths
+from tasks.stage import heartbeat, say, stage_main
+
+
+def evaluate(params: Params, paths: Paths) -> EvalReport:
+    """Scores base and tuned on the same held-out rows and writes eval_report.json and samples.json.
+
+    Rows are stored by content hash, so the first `evaluate.max_rows` of them are a fixed random draw.
+    """
+    with heartbeat("loading torch and transformers"):
+        from tasks.trainer.loading import read_final
+
+    final = read_final(paths)
+    split = Split.open(paths.prepared, "validation")
+    rows = list(range(min(len(split), params.evaluate.max_rows or len(split))))
+    shown = rows[: params.evaluate.samples]
+    both = _adapter if final.finetuning_type == "lora" else _two_models
+    (base, base_answers), (tuned, tuned_answers) = both(params.evaluate, paths, split, rows, shown)
+    Samples(
+        run_key=final.run_key,
+        samples=tuple(
+            Sample(
+                prompt="\n".join(message["content"] for message in split.prompt(row)),
+                reference=split.reference(row),
+                base=base_answer,
+                tuned=tuned_answer,
+            )
+            for row, base_answer, tuned_answer in zip(shown, base_answers, tuned_answers, strict=True)
+        ),
+    ).write(paths.samples)
+    report = EvalReport(
+        run_key=final.run_key,
+        content_hash=final.content_hash,
+        data_hash=DataManifest.read(paths.manifest).content_hash,
+        rows=len(rows),
+        base=base,
+        tuned=tuned,
+        loss_improvement=base.loss - tuned.loss,
+    )
+    report.write(paths.eval_report)
+    say(f"evaluate: loss {base.loss:.4f} before, {tuned.loss:.4f} after, on {len(rows)} held-out rows")
+    return report
+
+
+Judged = tuple[Score, list[str]]
+
+
+def _adapter(
+    params: EvaluateParams, paths: Paths, split: Split, rows: list[int], shown: list[int]
+) -> tuple[Judged, Judged]:
+    from tasks.trainer.inference import as_base
+    from tasks.trainer.loading import load_tuned
+
+    with heartbeat("loading the tuned model"):
+        model, tokenizer = load_tuned(paths)
+    judge = _judge(params, split, rows, shown)
+    with as_base(model) as base:
+        before = judge(base, tokenizer, "base")
+    return before, judge(model, tokenizer, "tuned")
+
+
+def _two_models(
+    params: EvaluateParams, paths: Paths, split: Split, rows: list[int], shown: list[int]
+) -> tuple[Judged, Judged]:
+    from tasks.trainer.loading import device, inference_dtype, load_base, load_tokenizer, load_tuned
+
+    judge = _judge(params, split, rows, shown)
+    with heartbeat("loading the base model"):
+        base = load_base(paths, inference_dtype(paths)).to(device()).eval()
+    before = judge(base, load_tokenizer(paths), "base")
+    del base
+    with heartbeat("loading the tuned model"):
+        tuned, tokenizer = load_tuned(paths)
+    return before, judge(tuned, tokenizer, "tuned")
+
+
+def _judge(params: EvaluateParams, split: Split, rows: list[int], shown: list[int]) -> Callable[..., Judged]:
+    from tasks.trainer.inference import generate, score
+
+    def judge(model: object, tokenizer: object, label: str) -> Judged:
+        scored = score(model, split, rows, params.batch_size, label)
+        prompts = [split.prompt(row) for row in shown]
+        if not prompts:
+            return scored, []
+        with heartbeat(f"generating {len(prompts)} answers with the {label} model"):
+            return scored, generate(model, tokenizer, prompts, params.max_new_tokens)
+
+    return judge
+
+
+def main() -> None:
+    stage_main("evaluate", evaluate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The boundary between the loop, which decides what is learned, and what executes a Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One padded micro-batch on the CPU: `input_ids` and `labels` of shape (rows, longest row).
+
+    `labels` are -100 where nothing is learnt; they are not shifted.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, the same on every rank. `loss` is the mean over the global batch's targets."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    flags: tuple[bool, ...]
+
+
+class Engine(Protocol):
+    """Executes a Plan."""
+
+    def train_step(self, batches: Sequence[Batch], target_tokens: int, flags: Sequence[bool]) -> StepResult:
+        """One optimizer step over this rank's share of the global batch.
+
+        Args:
+            batches: this rank's micro-batches; every rank has equally many.
+            target_tokens: learnt tokens of the whole global batch, over all ranks.
+            flags: what this rank wishes to tell the others (save, stop); the result has their union.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes this rank's part of the training state into `folder` (collective)."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote, under this or another Plan (collective)."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Writes the trained weights in Hugging Face's or PEFT's layout (rank 0 writes)."""
+        ...
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """(trainable, all) parameters of the model, tied ones once."""
+        ...
+
+    def clock(self) -> dict[str, float]:
+        """Seconds spent since the start, by kind: compute, communication."""
+        ...
+
+    def close(self) -> None: ...

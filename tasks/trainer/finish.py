@@ -1,0 +1,93 @@
+"""The end of a run: export, manifest and reports, whole below runs/<RunKey>/finished/."""
+
+from __future__ import annotations
+
+import shutil
+
+import torch.distributed as dist
+
+from tasks.contracts import (
+    BaseModelRef,
+    FinalManifest,
+    HardwareProfile,
+    RankPerformance,
+    TrainPerformance,
+    TrainReport,
+)
+from tasks.paths import Paths
+from tasks.trainer.base_model import folder_hash
+from tasks.trainer.engine import Engine
+from tasks.trainer.loop import Job
+from tasks.trainer.performance import advise
+from tasks.trainer.run_state import StepLog, StepRecord, write_curves
+
+
+def finish(engine: Engine, job: Job, paths: Paths, mine: RankPerformance, starts: int) -> None:
+    """Collective. Rank 0 writes; the file `complete` comes last, and without it nothing counts."""
+    ranks: list[RankPerformance | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    finished = job.run / "finished"
+    final = finished / "final"
+    if job.rank == 0:
+        shutil.rmtree(finished, ignore_errors=True)
+        final.mkdir(parents=True)
+    dist.barrier()
+    engine.export(final)
+    dist.barrier()
+    if job.rank != 0:
+        return
+    records = StepLog(job.run).read()
+    for weights in final.glob("*.safetensors"):
+        weights.chmod(0o644)
+    content = folder_hash(final)
+    FinalManifest(
+        run_key=job.run_key,
+        content_hash=content,
+        finetuning_type=job.train.finetuning_type,
+        base=BaseModelRef.read(paths.base_ref),
+    ).write(final / "manifest.json")
+    _report(engine, job, content, records).write(final / "train_report.json")
+    write_curves(records, final / "train_curves.csv")
+    measured = [rank for rank in ranks if rank is not None]
+    _performance(job, paths, measured, records, starts).write(finished / "train_performance.json")
+    (finished / "complete").touch()
+
+
+def _report(engine: Engine, job: Job, content: str, records: list[StepRecord]) -> TrainReport:
+    trainable, total = engine.parameter_counts()
+    return TrainReport(
+        run_key=job.run_key,
+        content_hash=content,
+        precision=job.precision,
+        steps=len(records),
+        samples_seen=sum(len(record.samples) for record in records),
+        tokens=sum(record.tokens for record in records),
+        target_tokens=sum(record.target_tokens for record in records),
+        first_loss=records[0].loss,
+        final_loss=records[-1].loss,
+        trainable_parameters=trainable,
+        total_parameters=total,
+    )
+
+
+def _performance(
+    job: Job, paths: Paths, ranks: list[RankPerformance], records: list[StepRecord], starts: int
+) -> TrainPerformance:
+    hardware = HardwareProfile.read(paths.hardware)
+    if job.plan.device == "cuda":
+        limit = min(gpu.memory_bytes for gpu in hardware.gpus)
+    else:
+        limit = hardware.host_memory_bytes
+    seconds = sum(record.seconds for record in records)
+    return TrainPerformance(
+        run_key=job.run_key,
+        plan=job.plan,
+        hardware=hardware.identity,
+        steps_timed=len(records),
+        tokens_per_second=sum(record.tokens for record in records) / seconds,
+        seconds_per_step=seconds / len(records),
+        train_seconds=seconds,
+        starts=starts,
+        ranks=tuple(ranks),
+        advice=advise(ranks, job.plan, limit),
+    )

@@ -1,0 +1,93 @@
+"""What keeps a run alone and alive: its lock, its signals, and a stop at numbers that are none."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from tasks.errors import UserError
+
+WAIT_FOR_OLD_WORKERS_SECONDS = 30.0
+
+
+@contextmanager
+def run_lock(run: Path) -> Iterator[None]:
+    """Holds `run` for one train stage.
+
+    Raises:
+        UserError: another train stage holds it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / "train.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"process {file.read().strip() or '?'} is already training run {run.name}; wait for it, or stop it"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        wait_for_workers(run)
+        yield
+
+
+def wait_for_workers(run: Path) -> None:
+    """Waits until no worker of an earlier, killed train stage is left.
+
+    Raises:
+        UserError: one is still there after half a minute.
+    """
+    deadline = time.monotonic() + WAIT_FOR_OLD_WORKERS_SECONDS
+    with (run / "workers.lock").open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"workers of an earlier start of run {run.name} are still alive; "
+                        "end them (they are called tasks.trainer.worker) and start again"
+                    ) from None
+                time.sleep(0.2)
+
+
+def hold_as_worker(run: Path) -> IO[str]:
+    """Shows, as long as the returned file is open, that a worker of `run` is alive."""
+    file = (run / "workers.lock").open("a+")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+class StopSignals:
+    """Remembers SIGTERM and SIGUSR1 (schedulers' pre-emption): save first, then end."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.received = number
+
+
+def check_finite(loss: float, grad_norm: float, step: int, precision: str) -> None:
+    """Raises when a step produced no numbers: going on would train nothing.
+
+    A non-finite gradient norm alone is normal under float16, whose scaler skips the step.
+    """
+    if math.isfinite(loss) and (math.isfinite(grad_norm) or precision == "float16"):
+        return
+    raise UserError(
+        f"step {step}: loss={loss}, gradient norm={grad_norm}, and training cannot go on from that; "
+        "lower train.learning_rate, or use precision bfloat16 or float32"
+    )

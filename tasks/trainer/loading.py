@@ -1,0 +1,106 @@
+"""Loads models and tokenizers: the base to train on, and what was tuned from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tasks.contracts import BaseModelRef, FinalManifest, Precision, TrainReport
+from tasks.errors import UserError
+from tasks.paths import Paths
+from tasks.trainer.base_model import weights_folder
+
+DTYPES: dict[Precision, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+DROPOUT_KEYS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+
+
+def device() -> torch.device:
+    """Where a single process works: the first visible GPU, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def load_tokenizer(paths: Paths) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(paths.base)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_base(paths: Paths, dtype: torch.dtype) -> PreTrainedModel:
+    """The base model on the CPU in `dtype`, dropout off so that no plan draws other masks than another."""
+    ref = BaseModelRef.read(paths.base_ref)
+    folder = weights_folder(ref, paths)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=ref.trust_remote_code)
+    for key in list(vars(config)):
+        if "dropout" in key or key in DROPOUT_KEYS:
+            setattr(config, key, 0.0)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, trust_remote_code=ref.trust_remote_code
+    )
+
+
+def base_dtype() -> torch.dtype:
+    """What the base alone runs in: bfloat16 on GPUs that have it, else float32."""
+    return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
+
+
+def inference_dtype(paths: Paths) -> torch.dtype:
+    """The precision it was trained in on a GPU; float32 on a CPU, where the others are slow."""
+    if not torch.cuda.is_available():
+        return torch.float32
+    return DTYPES[TrainReport.read(paths.final / "train_report.json").precision]
+
+
+def read_final(paths: Paths) -> FinalManifest:
+    """What `checkpoints/final/` holds.
+
+    Raises:
+        UserError: nothing trained yet, or trained from another base than `data/base/` now holds.
+    """
+    if not (paths.final / "manifest.json").is_file():
+        raise UserError(f"{paths.final} holds no trained model yet; run `elastane run` first")
+    final = FinalManifest.read(paths.final / "manifest.json")
+    if final.base.content_hash != BaseModelRef.read(paths.base_ref).content_hash:
+        raise UserError(
+            f"{paths.final} was tuned from {final.base.name_or_path}, but data/base now holds another model; "
+            "run `elastane run` to train on it, or `dvc checkout` to go back"
+        )
+    return final
+
+
+def load_tuned(paths: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The tuned model in eval mode on this process's device, and its tokenizer.
+
+    An adapter comes as a PEFT model, whose `disable_adapter()` gives the base.
+    """
+    final = read_final(paths)
+    dtype = inference_dtype(paths)
+    if final.finetuning_type == "lora":
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(load_base(paths, dtype), paths.final)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            paths.final, dtype=dtype, trust_remote_code=final.base.trust_remote_code
+        )
+    return model.to(device()).eval(), load_tokenizer(paths)
+
+
+def save_tokenizer(paths: Paths, folder: Path) -> None:
+    """Copies the base's tokenizer, chat template and generation config beside exported weights."""
+    load_tokenizer(paths).save_pretrained(folder)
+    generation = paths.base / "generation_config.json"
+    if generation.is_file():
+        (folder / generation.name).write_bytes(generation.read_bytes())

@@ -1,0 +1,166 @@
+"""The native engine: torch modules, AdamW, one process or DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, get_scheduler
+
+from tasks.contracts import Plan, Precision
+from tasks.params import TrainParams
+from tasks.trainer.clock import StepClock
+from tasks.trainer.engine import Batch, StepResult
+from tasks.trainer.loading import DTYPES
+from tasks.trainer.parallelize import local_device, parallelize
+
+OPTIONS = StateDictOptions(ignore_frozen_params=True)
+
+
+class TorchEngine:
+    """Implements `Engine` for plans over torch's own data parallelism."""
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        train: TrainParams,
+        plan: Plan,
+        precision: Precision,
+        total_steps: int,
+        seed: int,
+    ) -> None:
+        self.train, self.plan, self.precision = train, plan, precision
+        self.device = local_device(plan)
+        parts = parallelize(base, train, plan, seed)
+        self.module, self.model = parts.module, parts.model
+        self.trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.trainable,
+            lr=train.learning_rate,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_epsilon,
+            weight_decay=train.weight_decay,
+            fused=plan.device == "cuda",
+        )
+        self.schedule = get_scheduler(
+            train.lr_scheduler_type,
+            self.optimizer,
+            num_warmup_steps=round(train.warmup_ratio * total_steps),
+            num_training_steps=total_steps,
+        )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
+        self.step_clock = StepClock(self.module, plan.device == "cuda")
+
+    def train_step(self, batches: Sequence[Batch], target_tokens: int, flags: Sequence[bool]) -> StepResult:
+        """See `Engine.train_step`. DDP averages over ranks, hence the factor of the degree."""
+        self.step_clock.start()
+        self.optimizer.zero_grad(set_to_none=True)
+        scale = self.plan.data_parallel / target_tokens
+        summed = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(batches):
+            with self._reduce_after(index == len(batches) - 1):
+                loss = self._loss_sum(batch)
+                self.scaler.scale(loss * scale).backward()
+            summed += loss.detach().double()
+        self.step_clock.reduced()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.train.max_grad_norm)
+        scale_before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        rate = float(self.schedule.get_last_lr()[0])
+        self.schedule.step()
+        told = self._tell(summed / target_tokens, flags)
+        result = StepResult(
+            loss=told[0],
+            grad_norm=float(norm),
+            learning_rate=rate,
+            skipped=self.scaler.get_scale() < scale_before,
+            flags=tuple(value > 0 for value in told[1:]),
+        )
+        self.step_clock.stop()
+        return result
+
+    def _reduce_after(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        if isinstance(self.module, DistributedDataParallel) and not last:
+            return self.module.no_sync()
+        return contextlib.nullcontext()
+
+    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+        ids = batch.input_ids.to(self.device, non_blocking=True)
+        labels = batch.labels.to(self.device, non_blocking=True)
+        mixed = self.precision != "float32"
+        with torch.autocast(self.device.type, DTYPES[self.precision], enabled=mixed):
+            return self.module(ids, labels)
+
+    def _tell(self, loss: torch.Tensor, flags: Sequence[bool]) -> list[float]:
+        """Sums loss shares and flags over ranks in one small all-reduce."""
+        told = torch.cat([loss.reshape(1), loss.new_tensor([float(flag) for flag in flags])])
+        if self.plan.data_parallel > 1:
+            dist.all_reduce(told)
+        return [float(value) for value in told.tolist()]
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=OPTIONS)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def save(self, folder: Path) -> None:
+        """Trainable weights and optimizer state by parameter name, through torch's distributed checkpoint."""
+        dcp.save(self._state(), checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(ignore_frozen_params=True, strict=False),
+        )
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def export(self, folder: Path) -> None:
+        """Adapter or whole weights as safetensors; full weights in the precision of the run."""
+        if dist.get_rank() != 0:
+            return
+        if self.train.finetuning_type == "full":
+            self.model.save_pretrained(folder, state_dict=self._weights())
+        else:
+            self.model.save_pretrained(folder)
+            (folder / "README.md").unlink(missing_ok=True)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """All weights in the run's precision; tied ones stay one tensor."""
+        cast: dict[int, torch.Tensor] = {}
+        return {
+            name: cast.setdefault(value.data_ptr(), value.to(DTYPES[self.precision]))
+            for name, value in self.model.state_dict().items()
+        }
+
+    def parameter_counts(self) -> tuple[int, int]:
+        every = list(self.model.parameters())
+        return sum(weight.numel() for weight in self.trainable), sum(weight.numel() for weight in every)
+
+    def clock(self) -> dict[str, float]:
+        return dict(self.step_clock.totals)
+
+    def close(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)

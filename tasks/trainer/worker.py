@@ -1,0 +1,118 @@
+"""One rank of a run, started by torchrun: `python -m tasks.trainer.worker` in the workspace."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from tasks.contracts import Contract, Plan, Resolved
+from tasks.errors import USER_ERROR_EXIT_CODE, UserError
+from tasks.params import Params, read_params
+from tasks.paths import Paths
+from tasks.stage import die_with_parent, heartbeat, say
+from tasks.trainer.guards import StopSignals, hold_as_worker
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+class WorkerOrder(Contract):
+    """runs/<RunKey>/order.json: what the train stage asks of its workers."""
+
+    run_key: str
+    plan: Plan
+    resolved: Resolved
+    starts: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def main() -> None:
+    """Trains this rank's part; a user's mistake ends with code 2 and its sentence in the run folder."""
+    die_with_parent()
+    signals = StopSignals()
+    paths = Paths.here()
+    run = paths.run(sys.argv[1])
+    held = hold_as_worker(run)
+    try:
+        train_rank(read_params(paths.params), paths, run, signals)
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            (run / "user_error").write_text(str(error), encoding="utf-8")
+        sys.exit(USER_ERROR_EXIT_CODE)
+    finally:
+        held.close()
+
+
+def train_rank(params: Params, paths: Paths, run: Path, signals: StopSignals) -> None:
+    """Sets up the process group, trains, exports. Needs torchrun's RANK, LOCAL_RANK and WORLD_SIZE."""
+    me = Rank(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
+    order = WorkerOrder.read(run / "order.json")
+    if me.rank == 0:
+        with heartbeat("loading torch and transformers"):
+            _import_libraries()
+    else:
+        _import_libraries()
+    import torch
+    import torch.distributed as dist
+
+    if order.plan.device == "cuda":
+        torch.cuda.set_device(me.local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    backend = "cpu:gloo,cuda:nccl" if order.plan.backend == "nccl" else "gloo"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    try:
+        _train(params, paths, run, order, me, signals)
+    finally:
+        dist.destroy_process_group()
+
+
+def _import_libraries() -> None:
+    import peft  # noqa: F401
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+
+def _train(
+    params: Params, paths: Paths, run: Path, order: WorkerOrder, me: Rank, signals: StopSignals
+) -> None:
+    from tasks.data.order import SampleOrder
+    from tasks.data.prepared import Split
+    from tasks.trainer.finish import finish
+    from tasks.trainer.loading import DTYPES, load_base
+    from tasks.trainer.loop import Job, Lengths, train_loop
+    from tasks.trainer.performance import GpuWatch, rank_performance
+    from tasks.trainer.torch_engine import TorchEngine
+    from tasks.trainer.tracking import Tracker
+
+    split = Split.open(paths.prepared, "train")
+    lengths = Lengths(split)
+    samples = SampleOrder(len(split), params.global_batch, params.seed)
+    steps = samples.steps(params.train.num_train_epochs, lengths.tokens, order.resolved.token_budget)
+    precision, plan = order.resolved.precision, order.plan
+    if me.rank == 0:
+        say(f"training {steps} steps of {params.global_batch} samples in {precision}, plan {plan.name}")
+    # Full tuning keeps float32 masters; a frozen base is held in the precision it computes in.
+    held = "float32" if params.train.finetuning_type == "full" else precision
+    base = load_base(paths, DTYPES[held])
+    engine = TorchEngine(base, params.train, plan, precision, steps, params.seed)
+    job = Job(run, order.run_key, plan, precision, params.train, split, samples, steps, me.rank)
+    tracker = Tracker(params, paths, order.run_key, plan) if me.rank == 0 else None
+    gpu = GpuWatch(plan)
+    watch = train_loop(engine, job, lengths, signals, tracker)
+    mine = rank_performance(me.rank, plan, watch, engine.clock(), gpu.mean())
+    finish(engine, job, paths, mine, order.starts)
+    if tracker:
+        tracker.close()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
