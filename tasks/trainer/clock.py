@@ -1,7 +1,6 @@
 """Where a rank's time goes: computing, or waiting for gradients to be reduced."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: DDP reads the comm hook's annotations as objects.
 import time
 
 import torch
@@ -18,7 +17,7 @@ class Mark:
         if self.event is not None:
             self.event.record()
 
-    def since(self, earlier: Mark) -> float:
+    def since(self, earlier: "Mark") -> float:
         """Seconds from `earlier` to this mark (both must have passed on the device)."""
         if self.event is not None and earlier.event is not None:
             return earlier.event.elapsed_time(self.event) / 1e3

@@ -57,8 +57,10 @@ class TorchEngine:
             train.lr_scheduler_type,
             self.optimizer,
             num_warmup_steps=round(train.warmup_ratio * total_steps),
-            num_training_steps=total_steps,
+            num_training_steps=total_steps + 1,
         )
+        # transformers' schedules begin at rate zero, which would waste the first step: begin one later.
+        self.schedule.step()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
         self.step_clock = StepClock(self.module, plan.device == "cuda")
 

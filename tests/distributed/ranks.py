@@ -1,0 +1,124 @@
+"""Starts ranks from a preloaded forkserver: torch and transformers are imported once for all tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import socket
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.contracts import Plan, Precision, Resolved, TrainReport
+from tasks.params import Params
+from tasks.paths import Paths
+from tasks.trainer.run_state import StepLog, StepRecord
+
+PRELOAD = ["torch", "transformers", "peft", "pyarrow", "tasks.trainer.loop", "tasks.trainer.torch_engine"]
+TIMEOUT_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Trained:
+    run: Path
+    records: list[StepRecord]
+
+    @property
+    def report(self) -> TrainReport:
+        return TrainReport.read(self.run / "finished" / "final" / "train_report.json")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _rank_main(
+    rank: int, world: int, port: int, root: str, run_key: str, stop_at: int | None, errors: object
+) -> None:
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    )
+    import torch
+
+    from tasks.params import read_params
+    from tasks.trainer import worker
+    from tasks.trainer.guards import StopSignals
+
+    torch.set_num_threads(1)
+    os.chdir(root)
+    signals = StopSignals()
+    if stop_at is not None:
+        _stop_after(stop_at)
+    try:
+        worker.train_rank(
+            read_params(Path(root) / "params.yaml"), Paths(Path(root)), Path(root) / "runs" / run_key, signals
+        )
+    except BaseException:
+        errors.put(traceback.format_exc())  # type: ignore[attr-defined]
+        raise
+
+
+def _stop_after(steps: int) -> None:
+    """Sends this rank a real SIGTERM once it has logged `steps` steps."""
+    import signal
+    import threading
+    import time
+
+    def watch() -> None:
+        log = next(Path.cwd().glob("runs/*"), None)
+        while log is None or len(StepLog(log).read()) < steps:
+            time.sleep(0.002)
+            log = next(Path.cwd().glob("runs/*"), None)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def train(
+    root: Path,
+    params: Params,
+    plan: Plan,
+    precision: Precision = "float32",
+    run_key: str = "test",
+    stop_at: int | None = None,
+    fresh: bool = True,
+) -> Trained:
+    """Trains the workspace `root` (base and prepared data in place) under `plan` with real gloo ranks."""
+    from tasks.trainer.worker import WorkerOrder
+
+    run = root / "runs" / run_key
+    if fresh:
+        shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True, exist_ok=True)
+    WorkerOrder(
+        run_key=run_key, plan=plan, resolved=Resolved(precision=precision, token_budget=None), starts=1
+    ).write(run / "order.json")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    errors = context.Queue()
+    port, world = free_port(), plan.world_size
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, world, port, str(root), run_key, stop_at, errors))
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(TIMEOUT_SECONDS)
+        if rank.is_alive():
+            rank.kill()
+    said = [] if errors.empty() else [errors.get()]
+    codes = [rank.exitcode for rank in ranks]
+    expected = 75 if stop_at is not None else 0
+    assert codes == [expected] * world, f"exit codes {codes}\n{''.join(said)}"
+    return Trained(run, StepLog(run).read())
