@@ -1,0 +1,47 @@
+"""The nouns that stages hand to each other; import them from here."""
+
+from tasks.contracts.base import Contract, Count, Degree, FinetuningType, Precision, write_text
+from tasks.contracts.data import BaseModelRef, DataManifest, LengthBin, SplitCounts
+from tasks.contracts.hardware import Gpu, HardwareProfile, Link
+from tasks.contracts.planning import Candidate, CostEstimate, ModelSpec, Plan, PlanReport, Resolved
+from tasks.contracts.review import EvalReport, Registration, Sample, Samples, Score, StageStatus
+from tasks.contracts.training import (
+    CheckpointManifest,
+    FinalManifest,
+    RankPerformance,
+    TrainPerformance,
+    TrainReport,
+)
+
+__all__ = [
+    "BaseModelRef",
+    "Candidate",
+    "CheckpointManifest",
+    "Contract",
+    "CostEstimate",
+    "Count",
+    "DataManifest",
+    "Degree",
+    "EvalReport",
+    "FinalManifest",
+    "FinetuningType",
+    "Gpu",
+    "HardwareProfile",
+    "LengthBin",
+    "Link",
+    "ModelSpec",
+    "Plan",
+    "PlanReport",
+    "Precision",
+    "RankPerformance",
+    "Registration",
+    "Resolved",
+    "Sample",
+    "Samples",
+    "Score",
+    "SplitCounts",
+    "StageStatus",
+    "TrainPerformance",
+    "TrainReport",
+    "write_text",
+]

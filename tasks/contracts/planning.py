@@ -1,0 +1,114 @@
+"""The model in numbers, plans and what they cost."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tasks.contracts.base import Contract, Degree, Precision
+
+
+class ModelSpec(Contract):
+    """Shapes and exact parameter counts, read from a config alone.
+
+    `linear_shapes` lists (name, d_in, d_out) of one decoder layer: the LoRA targets of "all-linear".
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    tied_embeddings: bool
+    gated_mlp: bool
+    parameters: int
+    embedding_parameters: int
+    linear_shapes: tuple[tuple[str, int, int], ...]
+
+
+class Plan(Contract):
+    """How the work is split; it never changes what is learned.
+
+    Sizes are degrees of the mesh axes. global batch = micro_batch x accumulation x data-parallel degree.
+    """
+
+    engine: Literal["torch", "deepspeed"]
+    device: Literal["cuda", "cpu"]
+    backend: Literal["nccl", "gloo"]
+    dp_replicate: Degree
+    dp_shard: Degree
+    tp: Degree
+    pp: Degree
+    schedule: Literal["none", "gpipe", "1f1b", "interleaved1f1b", "zerobubble"]
+    micro_batch: Degree
+    accumulation: Degree
+    activation_checkpointing: Literal["none", "selective", "full"]
+    offload: Literal["none", "cpu", "nvme"]
+
+    @property
+    def data_parallel(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel * self.tp * self.pp
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.accumulation * self.data_parallel
+
+    @property
+    def name(self) -> str:
+        """Short name as `certify` uses it: single, ddp2, fsdp4, tp2pp2."""
+        parts = [f"{axis}{size}" for axis, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
+        if self.dp_shard > 1:
+            parts.insert(0, f"fsdp{self.dp_shard}")
+        if self.dp_replicate > 1:
+            parts.insert(0, f"{'dp' if parts else 'ddp'}{self.dp_replicate}")
+        return "".join(parts) or "single"
+
+
+class CostEstimate(Contract):
+    """Predicted cost of one Plan on the fullest rank: bytes by term, seconds of a step by term."""
+
+    memory_bytes: dict[str, int]
+    memory_limit_bytes: int
+    seconds: dict[str, float]
+    tokens_per_second: float
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.memory_bytes.values())
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Candidate(Contract):
+    """A Plan with its cost; `rejected` is the one sentence why it cannot be, or None."""
+
+    plan: Plan
+    estimate: CostEstimate | None
+    rejected: str | None
+
+
+class Resolved(Contract):
+    """What the recipe left to `auto`, resolved once on the first machine and frozen for the run."""
+
+    precision: Precision
+    token_budget: int | None
+
+
+class PlanReport(Contract):
+    """plan.json: the choice and why, the runners-up, and every rejection with its reason."""
+
+    chosen: Candidate
+    why: str
+    runners_up: tuple[Candidate, ...]
+    rejected: tuple[Candidate, ...]
+    resolved: Resolved
+    model: ModelSpec
