@@ -1,0 +1,173 @@
+"""Files and hub data sets -> canonical rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tasks.data.rows import BadRow, Row, check
+from tasks.errors import UserError
+
+Format = Literal["alpaca", "chat"]
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A row as it stood in its source; `where` names file and row for the user."""
+
+    content: Any
+    where: str
+
+
+def read_file(path: Path) -> list[RawRow]:
+    """The rows of a .json list or of a .jsonl file (byte-order mark and CRLF tolerated).
+
+    Raises:
+        UserError: missing, empty, of another kind, or not JSON.
+    """
+    if not path.is_file():
+        raise UserError(f"prepare_data.source={path} does not exist; give the path of a .json or .jsonl file")
+    if path.suffix not in (".json", ".jsonl"):
+        raise UserError(
+            f"prepare_data.source={path} ends in {path.suffix or 'nothing'}; give a .json or .jsonl file"
+        )
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    if not text.strip():
+        raise UserError(f"prepare_data.source={path} is empty; give a file with at least two rows")
+    rows = _read_list(path, text) if path.suffix == ".json" else _read_lines(path, text)
+    if not rows:
+        raise UserError(f"prepare_data.source={path} holds no rows; give a file with at least two rows")
+    return rows
+
+
+def _read_list(path: Path, text: str) -> list[RawRow]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path} is not valid JSON at line {error.lineno} ({error.msg}); mend it, or name it .jsonl "
+            "if it holds a row a line"
+        ) from None
+    if not isinstance(content, list):
+        raise UserError(f"{path} holds one {type(content).__name__}, not a list of rows; put the rows in [ ]")
+    return [RawRow(row, f"{path}: row {number}") for number, row in enumerate(content, 1)]
+
+
+def _read_lines(path: Path, text: str) -> list[RawRow]:
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(RawRow(json.loads(line), f"{path}: line {number}"))
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{path}: line {number} is not valid JSON ({error.msg}); mend that line"
+            ) from None
+    return rows
+
+
+def read_hub(name: str) -> list[RawRow]:
+    """The split `train` of a Hugging Face data set.
+
+    Raises:
+        UserError: not found, or no network.
+    """
+    from datasets import load_dataset
+
+    try:
+        table = load_dataset(name, split="train")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"prepare_data.source={name} is no file here and could not be fetched as a Hugging Face data set "
+            f"({reason}); check the name and the network, or give a local .json or .jsonl file"
+        ) from None
+    return [RawRow(row, f"{name}: row {number}") for number, row in enumerate(table, 1)]
+
+
+def detect(rows: list[RawRow], source: str) -> tuple[Format, str]:
+    """(format, the evidence in words), from the keys of the first row that is a mapping.
+
+    Raises:
+        UserError: no known key.
+    """
+    first = next((row.content for row in rows if isinstance(row.content, Mapping)), None)
+    keys = sorted(first) if first else []
+    for key in ("messages", "conversations"):
+        if key in keys:
+            return "chat", f"its rows have {key}"
+    if "instruction" in keys:
+        return "alpaca", "its rows have instruction"
+    raise UserError(
+        f"prepare_data.source={source}: rows with {', '.join(map(str, keys)) or 'no keys'} are of no known format; "
+        "alpaca rows have instruction and output, chat rows have messages or conversations"
+    )
+
+
+def canonical(raw: RawRow, form: Format) -> Row:
+    """One row in canonical form.
+
+    Raises:
+        BadRow: it cannot be learnt from.
+    """
+    if not isinstance(raw.content, Mapping):
+        raise BadRow(f"{type(raw.content).__name__} instead of a row", "write it as { … }")
+    turns = _alpaca(raw.content) if form == "alpaca" else _chat(raw.content)
+    messages = check(list(turns))
+    group = hashlib.sha256(json.dumps(messages, ensure_ascii=False).encode()).hexdigest()
+    return Row(messages, group, raw.where)
+
+
+def _alpaca(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    instruction, given = row.get("instruction"), row.get("input")
+    if not isinstance(instruction, str):
+        raise BadRow(f"instruction is {type(instruction).__name__}, not text", "fill it in or remove the row")
+    if row.get("system"):
+        yield "system", row["system"]
+    history = row.get("history") or []
+    if not isinstance(history, list) or any(
+        not isinstance(pair, list | tuple) or len(pair) != 2 for pair in history
+    ):
+        raise BadRow("history is no list of [question, answer] pairs", "write it as [[question, answer], …]")
+    for question, answer in history:
+        yield "user", question
+        yield "assistant", answer
+    if given is not None and not isinstance(given, str):
+        raise BadRow(f"input is {type(given).__name__}, not text", "write it as text or leave it empty")
+    yield "user", f"{instruction}\n{given}" if given else instruction
+    yield "assistant", "" if row.get("output") is None else row["output"]
+
+
+def _chat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    turns = row.get("messages", row.get("conversations"))
+    if not isinstance(turns, list):
+        raise BadRow(
+            f"messages is {type(turns).__name__}, not a list of turns", "write it as a list of turns"
+        )
+    if isinstance(row.get("system"), str) and row["system"]:
+        yield "system", row["system"]
+    for turn in turns:
+        if not isinstance(turn, Mapping):
+            raise BadRow(f"a turn is {type(turn).__name__}", "write it as {role, content} or {from, value}")
+        speaker = turn.get("role", turn.get("from"))
+        content = turn.get("content", turn.get("value"))
+        if speaker not in SPEAKERS:
+            raise BadRow(f"unknown role {speaker!r}", f"use one of {', '.join(SPEAKERS)}")
+        yield SPEAKERS[speaker], "" if content is None else content

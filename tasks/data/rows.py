@@ -1,0 +1,67 @@
+"""The canonical row, and what makes one bad."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from dataclasses import dataclass
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversation. `group` keeps rows that belong together on one side of the split."""
+
+    messages: tuple[tuple[str, str], ...]
+    group: str
+    where: str
+
+    @property
+    def id(self) -> str:
+        """Hash of the content alone: where the row stood does not matter."""
+        return hashlib.sha256(json.dumps(self.messages, ensure_ascii=False).encode()).hexdigest()[:32]
+
+    @property
+    def prompt(self) -> list[dict[str, str]]:
+        """The messages before the last answer."""
+        return [{"role": role, "content": content} for role, content in self.messages[:-1]]
+
+    @property
+    def answer(self) -> str:
+        return self.messages[-1][1]
+
+
+class BadRow(Exception):
+    """A row that cannot be learnt from: `reason` is counted, `fix` says the way out."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason)
+        self.reason, self.fix = reason, fix
+
+
+def check(messages: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Checks a conversation: known roles, text everywhere, a question first, an answer last.
+
+    Raises:
+        BadRow: with reason and fix.
+    """
+    for role, content in messages:
+        if role not in ROLES:
+            raise BadRow(f"unknown role {role!r}", f"use one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise BadRow(f"the {role} turn is {type(content).__name__}, not text", "write it as text")
+        if not content.strip():
+            what = "no answer" if role == "assistant" else f"an empty {role} turn"
+            raise BadRow(what, "fill it in or remove the row")
+    turns = [role for role, _ in messages if role != "system"]
+    if not turns or turns[0] != "user":
+        raise BadRow("no question at its start", "begin with a user turn (after an optional system turn)")
+    if turns[-1] != "assistant":
+        raise BadRow("no answer", "end with an assistant turn")
+    if any(one == two == "user" for one, two in itertools.pairwise(turns)):
+        raise BadRow("two user turns in a row", "join them or put an answer between")
+    if any(role == "system" for role, _ in messages[1:]):
+        raise BadRow("a system turn that is not the first", "move it to the start")
+    return tuple(messages)

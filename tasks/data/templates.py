@@ -1,0 +1,89 @@
+"""Conversation -> token ids and labels, by the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from tasks.data.rows import BadRow, Row
+from tasks.errors import UserError
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """`input_ids` and `labels` have equal length; a label of -100 is not learnt."""
+
+    input_ids: list[int]
+    labels: list[int]
+    truncated: bool
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises UserError when the tokenizer cannot serve: no chat template, or no offsets."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of {name} has no chat template, so it is unknown where an answer begins; "
+            "use an instruct model, or put a chat_template.jinja beside its tokenizer"
+        )
+    if not tokenizer.is_fast:
+        raise UserError(f"the tokenizer of {name} gives no character offsets; convert it to tokenizer.json")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int) -> Encoded:
+    """Ids of the whole rendered text (at most `max_length`), labels on the answers and their end marks.
+
+    The template writes the begin token itself if it has one, so none is added. Where each answer lies is
+    found by rendering the conversation up to it, which must be a beginning of the whole.
+
+    Raises:
+        BadRow: the template refuses the conversation, or no learnt token is within `max_length`.
+    """
+    messages = [{"role": role, "content": content} for role, content in row.messages]
+    whole = _render(tokenizer, messages, False)
+    encoding = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    spans = _answer_spans(tokenizer, messages, whole)
+    labels = [
+        token if any(start < end_ and begin < end for begin, end_ in spans) else IGNORED
+        for token, (start, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
+    ]
+    ids = encoding["input_ids"]
+    if all(label == IGNORED for label in labels[1:max_length]):
+        raise BadRow(
+            f"no answer token within max_length={max_length}",
+            f"raise prepare_data.max_length (this row has {len(ids)} tokens) or shorten its question",
+        )
+    return Encoded(ids[:max_length], labels[:max_length], len(ids) > max_length)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], opened: bool) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened))
+    except TemplateError as error:
+        raise BadRow(
+            f"the chat template refuses it ({error})", "change the roles or their order, or remove the row"
+        ) from None
+
+
+def _answer_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], whole: str
+) -> list[tuple[int, int]]:
+    """Character spans of the assistant's turns in `whole`, from behind the opening to the end mark."""
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        opening = _render(tokenizer, messages[:index], True)
+        turn = _render(tokenizer, messages[: index + 1], False)
+        if not (whole.startswith(opening) and whole.startswith(turn)):
+            raise BadRow(
+                "the chat template renders a longer conversation differently from its beginning",
+                "use rows with one answer, or another template",
+            )
+        # Templates end a turn with whitespace that is no part of the answer.
+        end = len(turn) - len(turn[len(opening) :]) + len(turn[len(opening) :].rstrip())
+        spans.append((len(opening), end))
+    return spans
