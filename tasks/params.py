@@ -178,9 +178,18 @@ def global_batch(train: TrainParams, strategy: SelectStrategyParams) -> int:
                 "learned would depend on the machine; set train.global_batch to a number"
             )
         return product
+    wrong = next((name for name, value in explicit.items() if train.global_batch % value), None)
+    if wrong is not None:
+        legal = [
+            str(number) for number in range(1, train.global_batch + 1) if train.global_batch % number == 0
+        ]
+        raise UserError(
+            f"select_strategy.{wrong}={explicit[wrong]} does not divide train.global_batch={train.global_batch}; "
+            f"use {', '.join(legal)}, or change train.global_batch"
+        )
     if train.global_batch % product or (len(explicit) == len(names) and product != train.global_batch):
         raise UserError(
-            f"{said} = {product} does not divide train.global_batch={train.global_batch} as it must; "
+            f"{said} make {product}, but train.global_batch={train.global_batch}; "
             "leave one of them auto or change train.global_batch"
         )
     return train.global_batch

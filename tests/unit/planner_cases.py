@@ -1,0 +1,108 @@
+"""Machines, models and settings that the planner's tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tasks.contracts import DataManifest, Gpu, HardwareProfile, Link, ModelSpec, Resolved, SplitCounts
+from tasks.params import Params, SelectStrategyParams, TrainParams, read_params
+from tasks.planner.model_spec import model_spec
+from tasks.planner.search import search
+
+GIB = 2**30
+PARAMS = read_params(Path(__file__).parents[2] / "params.yaml")
+LLAMA_7B = model_spec({"model_type": "llama"})
+SMOL = model_spec(
+    {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    }
+)
+
+
+def train_params(**changes: object) -> TrainParams:
+    return TrainParams.model_validate({**PARAMS.train.model_dump(), **changes})
+
+
+def strategy_params(**changes: object) -> SelectStrategyParams:
+    return SelectStrategyParams.model_validate({**PARAMS.select_strategy.model_dump(), **changes})
+
+
+def params(**sections: object) -> Params:
+    """The shipped params.yaml with keys changed: params(train={"precision": "float16"})."""
+    raw = PARAMS.model_dump(by_alias=True)
+    for section, changes in sections.items():
+        raw[section] = {**raw[section], **changes}
+    return Params.model_validate(raw)
+
+
+def gpus(
+    count: int, name: str = "NVIDIA A100-SXM4-40GB", gib: int = 40, capability=(8, 0)
+) -> HardwareProfile:
+    gpu = Gpu(name=name, memory_bytes=gib * GIB, compute_capability=capability)
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    return cpu(2).model_copy(
+        update={
+            "device": "cuda",
+            "gpus": (gpu,) * count,
+            "links": tuple(Link(a=a, b=b, kind="nvlink", nvlinks=12) for a, b in pairs),
+        }
+    )
+
+
+def cpu(cores: int, gib: int = 16) -> HardwareProfile:
+    return HardwareProfile(
+        device="cpu",
+        gpus=(),
+        links=(),
+        driver=None,
+        cpu_name="some CPU",
+        cpu_cores=cores,
+        host_memory_bytes=gib * GIB,
+        host_memory_source="physical",
+        shm_bytes=GIB,
+        notes=(),
+    )
+
+
+def manifest(rows: int = 1000, mean: int = 100, longest: int = 512) -> DataManifest:
+    split = SplitCounts(rows=rows, tokens=rows * mean, target_tokens=rows * mean // 2, longest=longest)
+    return DataManifest(
+        source="x",
+        source_fingerprint="x",
+        format="alpaca",
+        content_hash="x",
+        max_length=longest,
+        rows_in=2 * rows,
+        train=split,
+        validation=split,
+        truncated=0,
+        length_histogram=(),
+        rejected={},
+    )
+
+
+def plans(
+    hardware: HardwareProfile,
+    spec: ModelSpec = SMOL,
+    train: TrainParams | None = None,
+    strategy: SelectStrategyParams | None = None,
+    data: DataManifest | None = None,
+    precision: str | None = None,
+):
+    """search() with everything not said taken from params.yaml."""
+    chosen = precision or ("float32" if hardware.device == "cpu" else "bfloat16")
+    return search(
+        spec,
+        hardware,
+        train or train_params(),
+        strategy or strategy_params(),
+        data or manifest(),
+        Resolved(precision=chosen, token_budget=None),
+    )

@@ -1,0 +1,146 @@
+"""The stage select_strategy over files in a workspace."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.contracts import PlanReport, StageStatus
+from tasks.errors import UserError
+from tasks.paths import Paths
+from tasks.select_strategy import precision_note, resolve, select_strategy
+from tests.unit.planner_cases import cpu, gpus, manifest, params, train_params
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+VOLTA = gpus(2, "Tesla V100-SXM2-32GB", 32, (7, 0))
+
+
+@pytest.fixture
+def paths(tmp_path):
+    paths = Paths(tmp_path)
+    cpu(2).write(paths.hardware)
+    manifest().write(paths.manifest)
+    paths.base.mkdir(parents=True)
+    (paths.base / "config.json").write_text(json.dumps(CONFIG))
+    return paths
+
+
+def test_writes_the_plan_and_explains_it(paths, capsys):
+    report = select_strategy(params(), paths)
+    assert PlanReport.read(paths.plan) == report
+    assert report.chosen.plan.name == "single"
+    assert report.resolved.precision == "float32"
+    assert report.resolved.token_budget == params().train.token_budget_on_cpu
+    assert report.model.parameters == 134_515_008
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert report.why in err
+    for word in (
+        "Memory, GiB: weights",
+        "logits",
+        "Step, s: compute",
+        "chosen",
+        "checkpointing",
+        "134.5 M parameters",
+    ):
+        assert word in err
+
+
+def test_the_table_lists_rejections_with_their_sentence(paths, capsys):
+    gpus(1, gib=4).write(paths.hardware)
+    manifest(longest=2048).write(paths.manifest)
+    report = select_strategy(params(), paths)
+    assert report.rejected
+    assert report.rejected[0].rejected in capsys.readouterr().err
+
+
+def test_the_same_inputs_write_the_same_bytes(paths):
+    select_strategy(params(), paths)
+    first = paths.plan.read_bytes()
+    select_strategy(params(), paths)
+    assert paths.plan.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("machine", "precision", "budget"),
+    [(cpu(2), "float32", 35000), (gpus(2), "bfloat16", None), (VOLTA, "float16", None)],
+)
+def test_auto_becomes_what_the_device_is_good_at(machine, precision, budget):
+    resolved = resolve(train_params(), machine)
+    assert (resolved.precision, resolved.token_budget) == (precision, budget)
+    assert precision_note(resolved.precision, machine) is None
+
+
+def test_one_old_gpu_among_new_ones_decides():
+    mixed = gpus(2).model_copy(update={"gpus": (gpus(1).gpus[0], VOLTA.gpus[0])})
+    assert resolve(train_params(), mixed).precision == "float16"
+
+
+def test_what_is_said_is_obeyed(paths, capsys):
+    report = select_strategy(params(train={"precision": "bfloat16", "token_budget": 700}), paths)
+    assert (report.resolved.precision, report.resolved.token_budget) == ("bfloat16", 700)
+    assert "about 30 times slower" in capsys.readouterr().err
+    assert "below 8.0" in precision_note("bfloat16", VOLTA)
+    assert resolve(train_params(token_budget=None), cpu(2)).token_budget is None
+
+
+@pytest.mark.parametrize("missing", ["hardware", "manifest"])
+def test_a_missing_input_is_named(paths, missing):
+    getattr(paths, missing).unlink()
+    with pytest.raises(UserError, match=f"{missing}.json is missing"):
+        select_strategy(params(), paths)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "is missing"),
+        ("{", "is not JSON"),
+        ("[]", "holds list"),
+        ('{"model_type": "bert"}', "model_type='bert'"),
+    ],
+)
+def test_a_config_that_cannot_be_read_ends_before_anything_is_written(paths, text, sentence):
+    config = paths.base / "config.json"
+    config.unlink() if text is None else config.write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        select_strategy(params(), paths)
+    assert not paths.plan.exists()
+
+
+def test_as_a_stage_it_exits_with_2_after_a_users_mistake(paths):
+    text = (REPOSITORY / "params.yaml").read_text()
+    (paths.root / "params.yaml").write_text(
+        text.replace("tensor_parallel_degree: auto", "tensor_parallel_degree: 2")
+    )
+    command = [sys.executable, "-m", "tasks.select_strategy"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    run = subprocess.run(
+        command, cwd=paths.root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert "tensor_parallel_degree=2 cannot be trained" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert StageStatus.read(paths.status("select_strategy")).exit_code == 2
+    shutil.copy(REPOSITORY / "params.yaml", paths.root)
+    run = subprocess.run(
+        command, cwd=paths.root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout) == (0, "")
+    assert paths.plan.is_file()
