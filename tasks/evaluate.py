@@ -75,7 +75,7 @@ def _two_models(
 
     judge = _judge(params, split, rows, shown)
     with heartbeat("loading the base model"):
-        base = load_base(paths, inference_dtype(paths)).to(device()).eval()
+        base = load_base(paths, inference_dtype(paths.final)).to(device()).eval()
     before = judge(base, load_tokenizer(paths), "base")
     del base
     with heartbeat("loading the tuned model"):

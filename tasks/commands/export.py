@@ -65,7 +65,7 @@ def _reopen(paths: Paths, folder: Path, adapter_only: bool):  # type: ignore[no-
 
     from tasks.trainer import loading
 
-    dtype = loading.inference_dtype(paths)
+    dtype = loading.inference_dtype(paths.final)
     if adapter_only:
         model = PeftModel.from_pretrained(loading.load_base(paths, dtype), folder)
     else:

@@ -111,12 +111,13 @@ def _summary(docstring: str) -> str:
     text = paragraphs[0]
     if len(paragraphs) > 1 and len(text.split()) < 12 and paragraphs[1][:1].isalpha():
         text = f"{text} {paragraphs[1]}"
-    text = re.sub(r"\s*(For example|Example|Usage|E\.g\.)[^.]*:$", "", text)
+    if text.endswith(":"):  # it announces a list that is not taken along
+        text = ". ".join(text.split(". ")[:-1])
     words = text.split()
     prose = not re.search(r">>>|::|\.\. |^\w+\(.*\)$|--|\|", text)
-    if not prose or not SHORTEST_WORDS <= len(words) <= LONGEST_WORDS or not text[0].isupper():
+    if not text or not prose or not SHORTEST_WORDS <= len(words) <= LONGEST_WORDS or not text[0].isupper():
         return ""
-    return text if text[-1] in ".!?" else text.rstrip(":;,") + "."
+    return text if text[-1] in ".!?" else text + "."
 
 
 def _rows(found: Described) -> Iterator[Row]:

@@ -56,44 +56,49 @@ def base_dtype() -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
 
 
-def inference_dtype(paths: Paths) -> torch.dtype:
+def inference_dtype(folder: Path) -> torch.dtype:
     """The precision it was trained in on a GPU; float32 on a CPU, where the others are slow."""
     if not torch.cuda.is_available():
         return torch.float32
-    return DTYPES[TrainReport.read(paths.final / "train_report.json").precision]
+    return DTYPES[TrainReport.read(folder / "train_report.json").precision]
 
 
-def read_final(paths: Paths) -> FinalManifest:
-    """What `checkpoints/final/` holds.
+def read_final(paths: Paths, folder: Path | None = None) -> FinalManifest:
+    """What `checkpoints/final/` (or another such `folder`) holds.
 
     Raises:
         UserError: nothing trained yet, or trained from another base than `data/base/` now holds.
     """
-    if not (paths.final / "manifest.json").is_file():
-        raise UserError(f"{paths.final} holds no trained model yet; run `elastane run` first")
-    final = FinalManifest.read(paths.final / "manifest.json")
+    folder = folder or paths.final
+    if not (folder / "manifest.json").is_file():
+        raise UserError(f"{folder} holds no trained model yet; run `elastane run` first")
+    final = FinalManifest.read(folder / "manifest.json")
     if final.base.content_hash != BaseModelRef.read(paths.base_ref).content_hash:
         raise UserError(
-            f"{paths.final} was tuned from {final.base.name_or_path}, but data/base now holds another model; "
+            f"{folder} was tuned from {final.base.name_or_path}, but data/base now holds another model; "
             "run `elastane run` to train on it, or `dvc checkout` to go back"
         )
     return final
 
 
-def load_tuned(paths: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_tuned(paths: Paths, folder: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The tuned model in eval mode on this process's device, and its tokenizer.
 
     An adapter comes as a PEFT model, whose `disable_adapter()` gives the base.
+
+    Args:
+        folder: where it lies, `checkpoints/final/` unless said otherwise.
     """
-    final = read_final(paths)
-    dtype = inference_dtype(paths)
+    folder = folder or paths.final
+    final = read_final(paths, folder)
+    dtype = inference_dtype(folder)
     if final.finetuning_type == "lora":
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(load_base(paths, dtype), paths.final)
+        model = PeftModel.from_pretrained(load_base(paths, dtype), folder)
     else:
         model = AutoModelForCausalLM.from_pretrained(
-            paths.final, dtype=dtype, trust_remote_code=final.base.trust_remote_code
+            folder, dtype=dtype, trust_remote_code=final.base.trust_remote_code
         )
     return model.to(device()).eval(), load_tokenizer(paths)
 

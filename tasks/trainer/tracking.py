@@ -59,8 +59,8 @@ class Tracker:
 
         from tasks.tracking_store import connect, find_run
 
-        connect(self._params.register_, self._paths)
-        run_id = find_run(self._key)
+        experiment = connect(self._params.register_, self._paths)
+        run_id = find_run(experiment, self._key)
         tags = {"elastane.run_key": self._key, "elastane.plan": self._plan.name}
         with mlflow.start_run(
             run_id=run_id,

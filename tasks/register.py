@@ -1,0 +1,213 @@
+"""Stage register: everything about the run into MLflow, and the model into its registry if it passes the gate."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tasks.contracts import (
+    DataManifest,
+    EvalReport,
+    PlanReport,
+    Registration,
+    Samples,
+    TrainPerformance,
+    TrainReport,
+)
+from tasks.errors import UserError
+from tasks.git_state import GitState, git_state
+from tasks.params import Params
+from tasks.paths import Paths
+from tasks.registry import (
+    CONTENT,
+    DATA,
+    LOSS,
+    RUN_KEY,
+    description,
+    find_champion,
+    find_version,
+    refusal,
+)
+from tasks.stage import heartbeat, say, stage_main
+from tasks.tracking_store import connect, find_run, tracking_uri
+
+ALIAS = "candidate"
+
+
+def register(params: Params, paths: Paths) -> Registration:
+    """Logs the run, registers the version (once for the same weights) and writes registration.json.
+
+    Raises:
+        UserError: the MLflow store is out of reach.
+    """
+    report = EvalReport.read(paths.eval_report)
+    with heartbeat("opening MLflow"):
+        import mlflow
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            experiment = connect(params.register_, paths)
+        except (MlflowException, SQLAlchemyError, OSError) as error:
+            raise UserError(
+                f"the MLflow store {tracking_uri(params.register_, paths)} cannot be used "
+                f"({str(error).splitlines()[0]}); mend register.tracking_uri or start the server, then run again"
+            ) from None
+    known = find_run(experiment, report.run_key)
+    name = f"{params.train.finetuning_type}-{report.run_key[:8]}"
+    with (
+        mlflow.start_run(
+            run_id=known, run_name=None if known else name, tags={RUN_KEY: report.run_key}
+        ) as run,
+        heartbeat("logging reports and the model"),
+    ):
+        state = git_state(paths.root)
+        if known is None:
+            _log_curves(paths)
+        _log_reports(params, paths, report, state)
+        registration = _register(params, paths, report, state, run.info.run_id)
+    registration.write(paths.registration)
+    say(f"register: {registration.reason}")
+    return registration
+
+
+def _register(params: Params, paths: Paths, report: EvalReport, state: GitState, run_id: str) -> Registration:
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    name = params.register_.model_name
+    facts = {
+        "run_key": report.run_key,
+        "content_hash": report.content_hash,
+        "mlflow_run_id": run_id,
+        "model_name": name,
+    }
+    refused = refusal(report, params.register_.min_loss_improvement)
+    if refused:
+        client.set_tag(run_id, "elastane.gate", refused)
+        return Registration(**facts, version=None, alias=None, reason=refused)
+    present = find_version(client, name, report.run_key, report.content_hash)
+    if present is None:
+        version = _log_model(paths, name)
+        reason = f"registered as {name} version {version}, alias {ALIAS}"
+    else:
+        version = str(present.version)
+        reason = f"these weights already are {name} version {version}, alias {ALIAS}"
+    tags = {
+        RUN_KEY: report.run_key,
+        CONTENT: report.content_hash,
+        DATA: report.data_hash,
+        LOSS: repr(report.tuned.loss),
+    }
+    for key, value in tags.items():
+        client.set_model_version_tag(name, version, key, value)
+    text = description(
+        params,
+        report,
+        TrainReport.read(paths.train_report),
+        DataManifest.read(paths.manifest),
+        _measured(paths, report.run_key),
+        find_champion(client, name),
+        state.described,
+    )
+    client.update_model_version(name, version, description=text)
+    client.set_registered_model_alias(name, ALIAS, version)
+    return Registration(**facts, version=int(version), alias=ALIAS, reason=reason)
+
+
+def _log_model(paths: Paths, name: str) -> str:
+    """Logs an MLflow model that loads and answers, registers it and returns the version."""
+    import mlflow
+
+    from tasks.commands import served_model
+
+    info = mlflow.pyfunc.log_model(
+        name="model",
+        loader_module=served_model.__name__,
+        data_path=str(paths.final),
+        pip_requirements=["elastane"],
+        registered_model_name=name,
+        input_example=None,
+    )
+    return str(info.registered_model_version)
+
+
+def _measured(paths: Paths, run_key: str) -> TrainPerformance | None:
+    """Speed of this very run, where it was measured on this machine."""
+    if not paths.train_performance.is_file():
+        return None
+    performance = TrainPerformance.read(paths.train_performance)
+    return performance if performance.run_key == run_key else None
+
+
+def _log_reports(params: Params, paths: Paths, report: EvalReport, state: GitState) -> None:
+    import mlflow
+
+    mlflow.log_params(_flat(params.model_dump(mode="json", by_alias=True)))
+    mlflow.log_metrics(
+        {
+            "base_loss": report.base.loss,
+            "base_perplexity": report.base.perplexity,
+            "tuned_loss": report.tuned.loss,
+            "tuned_perplexity": report.tuned.perplexity,
+            "loss_improvement": report.loss_improvement,
+        }
+    )
+    files = [paths.params, paths.root / "dvc.yaml", paths.root / "dvc.lock", paths.manifest, paths.plan]
+    files += [paths.hardware, paths.eval_report, paths.train_report, paths.train_performance, paths.samples]
+    for file in files:
+        if file.is_file():
+            mlflow.log_artifact(str(file))
+    mlflow.log_text(state.diff, "git.diff")
+    mlflow.set_tags({"elastane.git_commit": state.commit or "", "elastane.data_hash": report.data_hash})
+    if paths.plan.is_file():
+        plan = PlanReport.read(paths.plan)
+        mlflow.set_tags({"elastane.plan": plan.chosen.plan.name, "elastane.plan_why": plan.why})
+    samples = Samples.read(paths.samples).samples
+    if samples:
+        columns = ("prompt", "reference", "base", "tuned")
+        table = {column: [getattr(sample, column) for sample in samples] for column in columns}
+        mlflow.log_table(table, "samples_table.json")
+
+
+def _log_curves(paths: Paths) -> None:
+    """For a run that was trained where this store was out of reach: its curves, from the report."""
+    import csv
+    import time
+
+    import mlflow
+    from mlflow.entities import Metric
+
+    if not paths.curves.is_file():
+        return
+    now = int(time.time() * 1000)
+    with paths.curves.open(encoding="utf-8") as file:
+        points = [
+            Metric({"loss": "train_loss"}.get(name, name), float(value), now, int(row["step"]))
+            for row in csv.DictReader(file)
+            for name, value in row.items()
+            if name != "step"
+        ]
+    active = mlflow.active_run()
+    assert active is not None
+    for start in range(0, len(points), 900):
+        mlflow.MlflowClient().log_batch(active.info.run_id, metrics=points[start : start + 900])
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested sections as dotted keys, as params.yaml says them."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def main() -> None:
+    stage_main("register", register)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Where MLflow keeps runs: the user's server, or a SQLite file in the workspace."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from tasks.params import RegisterParams
+from tasks.paths import Paths
+
+RUN_KEY_TAG = "elastane.run_key"
+
+
+def tracking_uri(register: RegisterParams, paths: Paths) -> str:
+    """params.yaml's, else MLFLOW_TRACKING_URI, else `mlflow.db` in the workspace."""
+    return register.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{paths.mlflow_db}"
+
+
+def connect(register: RegisterParams, paths: Paths) -> str:
+    """Points MLflow at the store, makes the experiment if it is new, and returns its id.
+
+    A SQLite store is made whole at its first use, so let one process use it before others do.
+
+    Raises:
+        mlflow.exceptions.MlflowException: the store is out of reach.
+    """
+    import mlflow
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    uri = tracking_uri(register, paths)
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    client = mlflow.MlflowClient()
+    found = client.get_experiment_by_name(register.experiment)
+    if found is None:
+        # A server keeps artifacts where it wants; the embedded store keeps them beside its file.
+        place = Path(paths.mlflow_artifacts).as_uri() if uri.startswith("sqlite:") else None
+        identity = client.create_experiment(register.experiment, artifact_location=place)
+    else:
+        identity = found.experiment_id
+    mlflow.set_experiment(experiment_id=identity)
+    return str(identity)
+
+
+def find_run(experiment_id: str, run_key: str) -> str | None:
+    """The newest MLflow run of a RunKey."""
+    import mlflow
+
+    runs = mlflow.MlflowClient().search_runs(
+        [experiment_id],
+        filter_string=f"tags.`{RUN_KEY_TAG}` = '{run_key}'",
+        order_by=["attributes.start_time DESC"],
+        max_results=1,
+    )
+    return str(runs[0].info.run_id) if runs else None
