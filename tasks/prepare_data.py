@@ -9,12 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.contracts import DataManifest, write_text
 from tasks.data.docstrings import docstring_rows, fingerprint
-from tasks.data.formats import RawRow, canonical, detect, read_file, read_hub
+from tasks.data.formats import RawRow, canonical, detect, read_file, read_hub, rows_hash
 from tasks.data.rows import BadRow, Row
 from tasks.errors import UserError
 from tasks.params import Params, PrepareDataParams
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
 BUILTIN = "docstrings"
 
 
+@dataclass(frozen=True)
+class Source:
+    """What was read: the rows that can be learnt, how many there were, and the fingerprint of them all."""
+
+    rows: list[Row]
+    form: str
+    rows_in: int
+    fingerprint: str
+
+
 @dataclass
 class Rejections:
     """Rows left out, by reason; `stop` makes the first bad one an error."""
@@ -37,8 +48,8 @@ class Rejections:
     def bad(self, where: str, error: BadRow) -> None:
         if self.stop:
             raise UserError(
-                f"{where}: {error.reason}, and a row must have a question and an answer to learn; {error.fix}, "
-                "or set prepare_data.on_bad_row: reject"
+                f"{where}: {error.reason}, and every row must hold a conversation that can be learnt; "
+                f"{error.fix}, or set prepare_data.on_bad_row: reject to leave such rows out"
             )
         self.set_aside(where, error.reason, error.fix)
 
@@ -57,24 +68,22 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
     """
     wanted = params.prepare_data
     rejections = Rejections(wanted.on_bad_row == "stop")
-    rows, form, total = _rows(wanted, paths, rejections)
+    source = _read(wanted, paths, rejections)
     with heartbeat("looking for duplicates"):
-        train, validation = _split(rows, wanted, rejections)
+        train, validation = _split(source.rows, wanted, rejections)
     _refuse_empty(train, validation, wanted, rejections)
 
     from tasks.trainer.base_model import ensure_base
 
     ensure_base(params.model, paths)
-    kept = {
-        "train": _encode(train, params, paths, rejections, "train"),
-        "validation": _encode(validation, params, paths, rejections, "validation"),
-    }
+    kept = _encode({"train": train, "validation": validation}, params, paths, rejections)
     _refuse_empty(kept["train"], kept["validation"], wanted, rejections)
-    manifest = _write(paths, params, form, total, kept, rejections)
+    manifest = _write(paths, params, source, kept, rejections)
     left_out = sum(manifest.rejected.values())
     say(
         f"prepare_data: {manifest.train.rows} rows to train on ({manifest.train.tokens:,} tokens), "
-        f"{manifest.validation.rows} held out, {left_out} of {total} left out"
+        f"{manifest.validation.rows} held out ({manifest.validation.tokens:,} tokens), "
+        f"{left_out} of {manifest.rows_in} left out"
         + "".join(f"; {count} {reason}" for reason, count in manifest.rejected.items())
     )
     return manifest
@@ -84,20 +93,13 @@ def source_file(params: PrepareDataParams, paths: Paths) -> Path | None:
     """The local file that the source names, or None for the built-in set and hub ids."""
     if params.source == BUILTIN:
         return None
-    path = Path(params.source).expanduser()
-    local = (
-        path.suffix in (".json", ".jsonl")
-        or path.is_absolute()
-        or path.exists()
-        or params.source.count("/") != 1
-    )
-    return paths.root / path if local else None
+    path = paths.root / Path(params.source).expanduser()
+    named_as_path = params.source.startswith((".", "/", "~")) or params.source.count("/") != 1
+    local = named_as_path or path.suffix.lower() in (".json", ".jsonl") or path.exists()
+    return path if local else None
 
 
-def source_fingerprint(params: PrepareDataParams, paths: Paths) -> str:
-    file = source_file(params, paths)
-    if file is None:
-        return fingerprint() if params.source == BUILTIN else f"hub {params.source}"
+def _file_hash(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -110,21 +112,15 @@ def source_changed(params: Params, paths: Paths) -> bool:
     manifest = DataManifest.read(paths.manifest)
     if file is None or not file.is_file() or manifest.source != params.prepare_data.source:
         return False
-    return source_fingerprint(params.prepare_data, paths) != manifest.source_fingerprint
+    return _file_hash(file) != manifest.source_fingerprint
 
 
-def _rows(wanted: PrepareDataParams, paths: Paths, rejections: Rejections) -> tuple[list[Row], str, int]:
-    """(good rows, format, rows read)."""
+def _read(wanted: PrepareDataParams, paths: Paths, rejections: Rejections) -> Source:
     if wanted.source == BUILTIN:
         with heartbeat("reading the standard library's docstrings"):
-            rows = list(docstring_rows())[: wanted.max_rows]
-        return rows, "chat", len(rows)
-    file = source_file(wanted, paths)
-    if file is not None and paths.root / "data" / "raw" not in file.parents:
-        say(
-            f"prepare_data: {wanted.source} lies outside data/raw/, where alone `dvc repro` sees a file change"
-        )
-    raw: list[RawRow] = (read_file(file) if file else read_hub(wanted.source))[: wanted.max_rows]
+            rows = list(islice(docstring_rows(), wanted.max_rows))
+        return Source(rows, "chat", len(rows), fingerprint())
+    raw, identity = _raw_rows(wanted, paths)
     form, evidence = (
         detect(raw, wanted.source) if wanted.format == "auto" else (wanted.format, "params.yaml says so")
     )
@@ -135,7 +131,22 @@ def _rows(wanted: PrepareDataParams, paths: Paths, rejections: Rejections) -> tu
             rows.append(canonical(row, form))
         except BadRow as error:
             rejections.bad(row.where, error)
-    return rows, form, len(raw)
+    return Source(rows, form, len(raw), identity)
+
+
+def _raw_rows(wanted: PrepareDataParams, paths: Paths) -> tuple[list[RawRow], str]:
+    """(at most `max_rows` rows, fingerprint of the source)."""
+    file = source_file(wanted, paths)
+    if file is None:
+        with heartbeat(f"fetching {wanted.source} from the Hugging Face hub"):
+            rows = read_hub(wanted.source, wanted.max_rows)
+        return rows, rows_hash(rows)
+    # Hashed before it is read: if it is edited meanwhile, source_changed says so afterwards.
+    identity = _file_hash(file) if file.is_file() else ""
+    rows = read_file(file)[: wanted.max_rows]
+    if (paths.root / "data" / "raw").resolve() not in file.resolve().parents:
+        say(f"prepare_data: {wanted.source} lies outside data/raw/, where alone `dvc repro` sees a change")
+    return rows, identity
 
 
 def _split(
@@ -181,31 +192,30 @@ def _refuse_empty(
 
 
 def _encode(
-    rows: list[Row], params: Params, paths: Paths, rejections: Rejections, name: str
-) -> list[Prepared]:
+    splits: dict[str, list[Row]], params: Params, paths: Paths, rejections: Rejections
+) -> dict[str, list[Prepared]]:
     from tqdm import tqdm
-    from transformers import AutoTokenizer
 
     from tasks.data.store import Prepared
-    from tasks.data.templates import check_tokenizer, encode
+    from tasks.data.templates import encode, load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(paths.base)
-    check_tokenizer(tokenizer, params.model.name_or_path)
-    kept = []
+    tokenizer = load_tokenizer(paths.base, params.model.name_or_path)
     quiet = 0.5 if sys.stderr.isatty() else 5
-    for row in tqdm(rows, desc=f"tokenize {name}", unit="row", mininterval=quiet, file=sys.stderr):
-        try:
-            kept.append(Prepared(row, encode(tokenizer, row, params.prepare_data.max_length)))
-        except BadRow as error:
-            rejections.bad(row.where, error)
+    kept: dict[str, list[Prepared]] = {}
+    for name, rows in splits.items():
+        kept[name] = []
+        for row in tqdm(rows, desc=f"tokenize {name}", unit="row", mininterval=quiet, file=sys.stderr):
+            try:
+                kept[name].append(Prepared(row, encode(tokenizer, row, params.prepare_data.max_length)))
+            except BadRow as error:
+                rejections.bad(row.where, error)
     return kept
 
 
 def _write(
     paths: Paths,
     params: Params,
-    form: str,
-    total: int,
+    source: Source,
     kept: dict[str, list[Prepared]],
     rejections: Rejections,
 ) -> DataManifest:
@@ -219,11 +229,11 @@ def _write(
     both = kept["train"] + kept["validation"]
     manifest = DataManifest(
         source=params.prepare_data.source,
-        source_fingerprint=source_fingerprint(params.prepare_data, paths),
-        format=form,
-        content_hash=content_hash(fresh),
+        source_fingerprint=source.fingerprint,
+        format=source.form,
+        content_hash=content_hash(kept),
         max_length=params.prepare_data.max_length,
-        rows_in=total,
+        rows_in=source.rows_in,
         train=counts(kept["train"]),
         validation=counts(kept["validation"]),
         truncated=sum(item.encoded.truncated for item in both),

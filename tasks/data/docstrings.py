@@ -16,17 +16,21 @@ from pathlib import Path
 
 from tasks.data.rows import Row
 
+# Tests, and what some builds and distributions of the same Python version leave out.
 SKIPPED = frozenset(
     {
         "test",
         "tests",
         "idlelib",
         "lib2to3",
+        "tkinter",
+        "turtle",
         "turtledemo",
-        "site-packages",
-        "__pycache__",
+        "msilib",
         "ensurepip",
         "distutils",
+        "windows_events",
+        "windows_utils",
     }
 )
 SHORTEST_WORDS, LONGEST_WORDS = 6, 60
@@ -69,6 +73,8 @@ def docstring_rows() -> Iterator[Row]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).with_suffix("").parts
+        if parts[0] not in sys.stdlib_module_names:  # site-packages and what a distribution adds
+            continue
         if any(part in SKIPPED or (part.startswith("_") and part != "__init__") for part in parts):
             continue
         module = ".".join(part for part in parts if part != "__init__")
@@ -109,7 +115,7 @@ def _summary(docstring: str) -> str:
     if not paragraphs or not paragraphs[0]:
         return ""
     text = paragraphs[0]
-    if len(paragraphs) > 1 and len(text.split()) < 12 and paragraphs[1][:1].isalpha():
+    if len(paragraphs) > 1 and len(text.split()) < 12 and re.match(r"[^\W\d_]+(?!:)\b", paragraphs[1]):
         text = f"{text} {paragraphs[1]}"
     if text.endswith(":"):  # it announces a list that is not taken along
         text = ". ".join(text.split(". ")[:-1])

@@ -24,6 +24,11 @@ SPEAKERS = {
 }
 
 
+# What a row may carry that would silently be left out of its text.
+NOT_LEARNT = ("images", "image", "videos", "audios", "tools", "tool_calls", "functions")
+EMPTY = (None, "", "[]", "{}", [], {})
+
+
 @dataclass(frozen=True)
 class RawRow:
     """A row as it stood in its source; `where` names file and row for the user."""
@@ -38,9 +43,15 @@ def read_file(path: Path) -> list[RawRow]:
     Raises:
         UserError: missing, empty, of another kind, or not JSON.
     """
+    if path.is_dir():
+        raise UserError(f"prepare_data.source={path} is a folder; give one .json or .jsonl file in it")
     if not path.is_file():
-        raise UserError(f"prepare_data.source={path} does not exist; give the path of a .json or .jsonl file")
-    if path.suffix not in (".json", ".jsonl"):
+        raise UserError(
+            f"prepare_data.source={path} does not exist; give the path of a .json or .jsonl file, "
+            "the id of a Hugging Face data set (owner/name), or docstrings"
+        )
+    kind = path.suffix.lower()
+    if kind not in (".json", ".jsonl"):
         raise UserError(
             f"prepare_data.source={path} ends in {path.suffix or 'nothing'}; give a .json or .jsonl file"
         )
@@ -50,7 +61,7 @@ def read_file(path: Path) -> list[RawRow]:
         raise UserError(f"{path} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
     if not text.strip():
         raise UserError(f"prepare_data.source={path} is empty; give a file with at least two rows")
-    rows = _read_list(path, text) if path.suffix == ".json" else _read_lines(path, text)
+    rows = _read_list(path, text) if kind == ".json" else _read_lines(path, text)
     if not rows:
         raise UserError(f"prepare_data.source={path} holds no rows; give a file with at least two rows")
     return rows
@@ -83,8 +94,8 @@ def _read_lines(path: Path, text: str) -> list[RawRow]:
     return rows
 
 
-def read_hub(name: str) -> list[RawRow]:
-    """The split `train` of a Hugging Face data set.
+def read_hub(name: str, max_rows: int | None) -> list[RawRow]:
+    """The first `max_rows` (None: all) of the split `train` of a Hugging Face data set.
 
     Raises:
         UserError: not found, or no network.
@@ -99,22 +110,34 @@ def read_hub(name: str) -> list[RawRow]:
             f"prepare_data.source={name} is no file here and could not be fetched as a Hugging Face data set "
             f"({reason}); check the name and the network, or give a local .json or .jsonl file"
         ) from None
-    return [RawRow(row, f"{name}: row {number}") for number, row in enumerate(table, 1)]
+    wanted = table.select(range(min(max_rows or len(table), len(table))))
+    return [RawRow(row, f"{name}: row {number}") for number, row in enumerate(wanted, 1)]
+
+
+def rows_hash(rows: list[RawRow]) -> str:
+    """Hash of raw rows by content (a hub data set's own fingerprint depends on the machine)."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(
+            json.dumps(row.content, sort_keys=True, default=lambda odd: type(odd).__name__).encode()
+        )
+    return digest.hexdigest()
 
 
 def detect(rows: list[RawRow], source: str) -> tuple[Format, str]:
-    """(format, the evidence in words), from the keys of the first row that is a mapping.
+    """(format, the evidence in words), from the first row that has a known key.
 
     Raises:
-        UserError: no known key.
+        UserError: no row has one.
     """
-    first = next((row.content for row in rows if isinstance(row.content, Mapping)), None)
-    keys = sorted(first) if first else []
-    for key in ("messages", "conversations"):
-        if key in keys:
-            return "chat", f"its rows have {key}"
-    if "instruction" in keys:
-        return "alpaca", "its rows have instruction"
+    mappings = [row for row in rows if isinstance(row.content, Mapping)]
+    for row in mappings:
+        for key in ("messages", "conversations"):
+            if key in row.content:
+                return "chat", f"{row.where.rsplit(': ', 1)[-1]} has {key}"
+        if "instruction" in row.content:
+            return "alpaca", f"{row.where.rsplit(': ', 1)[-1]} has instruction"
+    keys = sorted(mappings[0].content) if mappings else []
     raise UserError(
         f"prepare_data.source={source}: rows with {', '.join(map(str, keys)) or 'no keys'} are of no known format; "
         "alpaca rows have instruction and output, chat rows have messages or conversations"
@@ -129,10 +152,17 @@ def canonical(raw: RawRow, form: Format) -> Row:
     """
     if not isinstance(raw.content, Mapping):
         raise BadRow(f"{type(raw.content).__name__} instead of a row", "write it as { … }")
+    _refuse_what_is_not_learnt(raw.content)
     turns = _alpaca(raw.content) if form == "alpaca" else _chat(raw.content)
     messages = check(list(turns))
     group = hashlib.sha256(json.dumps(messages, ensure_ascii=False).encode()).hexdigest()
     return Row(messages, group, raw.where)
+
+
+def _refuse_what_is_not_learnt(row: Mapping[str, Any]) -> None:
+    for key in NOT_LEARNT:
+        if row.get(key) not in EMPTY:
+            raise BadRow(f"it has {key}, and only text is learnt", f"remove {key} or the row")
 
 
 def _alpaca(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -151,23 +181,23 @@ def _alpaca(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "assistant", answer
     if given is not None and not isinstance(given, str):
         raise BadRow(f"input is {type(given).__name__}, not text", "write it as text or leave it empty")
-    yield "user", f"{instruction}\n{given}" if given else instruction
+    yield "user", "\n".join(part for part in (instruction, given) if part)
     yield "assistant", "" if row.get("output") is None else row["output"]
 
 
 def _chat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    turns = row.get("messages", row.get("conversations"))
+    key = "conversations" if row.get("messages") is None and "conversations" in row else "messages"
+    turns = row.get(key)
     if not isinstance(turns, list):
-        raise BadRow(
-            f"messages is {type(turns).__name__}, not a list of turns", "write it as a list of turns"
-        )
-    if isinstance(row.get("system"), str) and row["system"]:
+        raise BadRow(f"{key} is {type(turns).__name__}, not a list of turns", "write it as a list of turns")
+    if row.get("system"):
         yield "system", row["system"]
     for turn in turns:
         if not isinstance(turn, Mapping):
             raise BadRow(f"a turn is {type(turn).__name__}", "write it as {role, content} or {from, value}")
         speaker = turn.get("role", turn.get("from"))
         content = turn.get("content", turn.get("value"))
-        if speaker not in SPEAKERS:
+        _refuse_what_is_not_learnt(turn)
+        if not isinstance(speaker, str) or speaker not in SPEAKERS:
             raise BadRow(f"unknown role {speaker!r}", f"use one of {', '.join(SPEAKERS)}")
         yield SPEAKERS[speaker], "" if content is None else content

@@ -55,13 +55,18 @@ def check(messages: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
         if not content.strip():
             what = "no answer" if role == "assistant" else f"an empty {role} turn"
             raise BadRow(what, "fill it in or remove the row")
+        if any("\ud800" <= letter <= "\udfff" for letter in content):
+            raise BadRow(f"the {role} turn holds half a character (a lone surrogate)", "write it whole")
     turns = [role for role, _ in messages if role != "system"]
     if not turns or turns[0] != "user":
         raise BadRow("no question at its start", "begin with a user turn (after an optional system turn)")
     if turns[-1] != "assistant":
         raise BadRow("no answer", "end with an assistant turn")
-    if any(one == two == "user" for one, two in itertools.pairwise(turns)):
-        raise BadRow("two user turns in a row", "join them or put an answer between")
+    for one, two in itertools.pairwise(turns):
+        if one == two and one != "tool":  # several tools may answer one call
+            raise BadRow(f"two {one} turns in a row", "join them or put the other's turn between")
+        if (one, two) in (("user", "tool"), ("tool", "user")):
+            raise BadRow(f"a {two} turn right after a {one} turn", "put the assistant's turn between")
     if any(role == "system" for role, _ in messages[1:]):
         raise BadRow("a system turn that is not the first", "move it to the start")
     return tuple(messages)

@@ -11,7 +11,11 @@ from datasketch import MinHash, MinHashLSH
 from tasks.data.rows import Row
 
 PERMUTATIONS = 64
+# A pair exactly at the threshold is overlooked with at most this probability.
+OVERLOOKED = 1e-4
 SHINGLE_WORDS = 2
+# A letter of a script that is written without spaces counts as a word.
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 
 
 def held_out(row: Row, fraction: float) -> bool:
@@ -22,9 +26,7 @@ def held_out(row: Row, fraction: float) -> bool:
 
 def shingles(row: Row) -> set[str]:
     """Pairs of neighbouring words over all turns but the system's, case and punctuation aside."""
-    words = re.findall(
-        r"\w+", " ".join(content for role, content in row.messages if role != "system").lower()
-    )
+    words = WORD.findall(" ".join(content for role, content in row.messages if role != "system").lower())
     if len(words) < SHINGLE_WORDS:
         return set(words)
     return {" ".join(words[start : start + SHINGLE_WORDS]) for start in range(len(words) - SHINGLE_WORDS + 1)}
@@ -38,7 +40,7 @@ def near_duplicates(train: Sequence[Row], validation: Sequence[Row], threshold: 
     held = {row.id: shingles(row) for row in validation}
     if not held:
         return set()
-    index = MinHashLSH(threshold=max(0.3, threshold - 0.15), num_perm=PERMUTATIONS)
+    index = MinHashLSH(num_perm=PERMUTATIONS, params=_bands(threshold))
     for name, found in held.items():
         index.insert(name, _sketch(found), check_duplication=False)
     alike: set[str] = set()
@@ -48,6 +50,18 @@ def near_duplicates(train: Sequence[Row], validation: Sequence[Row], threshold: 
             if name not in alike and _jaccard(mine, held[name]) >= threshold:
                 alike.add(name)
     return alike
+
+
+def _bands(threshold: float) -> tuple[int, int]:
+    """(bands, hashes a band): the most selective banding that overlooks no more than OVERLOOKED.
+
+    A pair of similarity s shares a band with probability 1 - (1 - s^hashes)^bands.
+    """
+    for hashes in range(PERMUTATIONS, 1, -1):
+        bands = PERMUTATIONS // hashes
+        if (1 - threshold**hashes) ** bands <= OVERLOOKED:
+            return bands, hashes
+    return PERMUTATIONS, 1
 
 
 def _jaccard(one: set[str], other: set[str]) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tasks.data.rows import BadRow, Row
 from tasks.errors import UserError
@@ -22,8 +23,20 @@ class Encoded:
     truncated: bool
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises UserError when the tokenizer cannot serve: no chat template, or no offsets."""
+def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model called `name`, whose files lie in `folder`.
+
+    Raises:
+        UserError: there is none, or it cannot serve: no chat template, or no offsets.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"model.name_or_path={name} has no tokenizer that can be loaded ({reason.rstrip('.')}); "
+            "put tokenizer.json and tokenizer_config.json beside its config.json"
+        ) from None
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer of {name} has no chat template, so it is unknown where an answer begins; "
@@ -31,12 +44,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         )
     if not tokenizer.is_fast:
         raise UserError(f"the tokenizer of {name} gives no character offsets; convert it to tokenizer.json")
+    return tokenizer
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int) -> Encoded:
     """Ids of the whole rendered text (at most `max_length`), labels on the answers and their end marks.
 
-    The template writes the begin token itself if it has one, so none is added. Where each answer lies is
+    The template alone writes the begin token, as it does when an answer is generated, so none is added. Where each answer lies is
     found by rendering the conversation up to it, which must be a beginning of the whole.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -17,6 +18,9 @@ from tasks.contracts import BaseModelRef, FinalManifest, Precision, TrainReport
 from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.trainer.base_model import weights_folder
+
+# PEFT still asks transformers by an attribute's old name; nothing a user could do about it.
+warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
 
 DTYPES: dict[Precision, torch.dtype] = {
     "float32": torch.float32,

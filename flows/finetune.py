@@ -1,0 +1,128 @@
+"""The flow: six tasks in a row, each brings one DVC stage up to date."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, task
+from prefect.client.schemas.objects import TaskRun
+from prefect.states import State
+
+from flows.artifacts import publish_plan, publish_result
+from flows.process import StageFailed, run_stage
+from flows.workspace import flow_lock, prepare_stores
+from tasks.params import read_params
+from tasks.paths import Paths
+
+TRAIN_RETRIES = 2
+RETRY_DELAY_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of the flow did: stages that ran anew, in order."""
+
+    ran: tuple[str, ...]
+
+
+def _is_our_fault(task_: Any, run: TaskRun, state: State[Any]) -> bool:
+    """Retry faults of machine or program, never a user's mistake."""
+    try:
+        state.result()
+    except StageFailed as error:
+        return not error.users_mistake
+    except BaseException:  # noqa: BLE001  (whatever else ended the task may be retried)
+        return True
+    return False
+
+
+@task(name="prepare_data")
+def prepare_data(root: Path, force: bool) -> bool:
+    return run_stage(root, "prepare_data", force=force)
+
+
+@task(name="probe_hardware")
+def probe_hardware(root: Path) -> bool:
+    return run_stage(root, "probe_hardware")
+
+
+@task(name="select_strategy")
+def select_strategy(root: Path) -> bool:
+    ran = run_stage(root, "select_strategy")
+    publish_plan(Paths(root))
+    return ran
+
+
+@task(
+    name="train",
+    retries=TRAIN_RETRIES,
+    retry_delay_seconds=RETRY_DELAY_SECONDS,
+    retry_condition_fn=_is_our_fault,
+)
+def train(root: Path, force: bool) -> bool:
+    return run_stage(root, "train", force=force)
+
+
+@task(name="evaluate")
+def evaluate(root: Path) -> bool:
+    return run_stage(root, "evaluate")
+
+
+@task(name="register")
+def register(root: Path) -> bool:
+    ran = run_stage(root, "register")
+    publish_result(Paths(root))
+    return ran
+
+
+STAGE_TASKS = (prepare_data, probe_hardware, select_strategy, train, evaluate, register)
+
+
+@flow(name="finetune", log_prints=False)
+def finetune(workspace: str | None = None, retrain: bool = False) -> Outcome:
+    """Brings the workspace's pipeline up to date, one stage after another.
+
+    Args:
+        workspace: its folder; the current one unless given.
+        retrain: train anew although nothing changed.
+
+    Raises:
+        UserError: params.yaml is wrong, or another run holds the workspace.
+        StageFailed: a stage failed, with its exit code.
+    """
+    from tasks.prepare_data import source_changed
+
+    root = Path(workspace or os.getcwd()).resolve()
+    os.chdir(root)
+    paths = Paths.here()
+    params = read_params(paths.params)
+    with flow_lock(paths):
+        prepare_stores(params, paths)
+        if retrain:
+            forget_result(paths)
+        ran = [
+            ("prepare_data", prepare_data(root, source_changed(params, paths))),
+            ("probe_hardware", probe_hardware(root)),
+            ("select_strategy", select_strategy(root)),
+            ("train", train(root, retrain)),
+            ("evaluate", evaluate(root)),
+            ("register", register(root)),
+        ]
+    return Outcome(tuple(name for name, did in ran if did))
+
+
+def forget_result(paths: Paths) -> None:
+    """Moves this workspace's trained model and its runs aside, so that training begins at step 0."""
+    from tasks.contracts import FinalManifest
+
+    manifest = paths.final / "manifest.json"
+    if not manifest.is_file():
+        return
+    run = paths.run(FinalManifest.read(manifest).run_key)
+    if run.is_dir():
+        number = sum(1 for _ in paths.runs.glob(f"{run.name}.old-*")) + 1
+        run.rename(run.with_name(f"{run.name}.old-{number}"))
+    manifest.rename(manifest.with_name("manifest.old.json"))
