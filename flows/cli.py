@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ def probe(json: Json = False) -> None:
     params, _ = _here()
     from tasks.probe_hardware import read_machine
 
-    profile = read_machine(params.probe_hardware.device)
+    profile = read_machine(params.probe_hardware.device, os.environ, Path("/"))
     if json:
         print(profile.to_json(), end="")
         return

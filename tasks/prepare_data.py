@@ -143,7 +143,7 @@ def _raw_rows(wanted: PrepareDataParams, paths: Paths) -> tuple[list[RawRow], st
         return rows, rows_hash(rows)
     # Hashed before it is read: if it is edited meanwhile, source_changed says so afterwards.
     identity = _file_hash(file) if file.is_file() else ""
-    rows = read_file(file)[: wanted.max_rows]
+    rows = read_file(file, wanted.source)[: wanted.max_rows]
     if (paths.root / "data" / "raw").resolve() not in file.resolve().parents:
         say(f"prepare_data: {wanted.source} lies outside data/raw/, where alone `dvc repro` sees a change")
     return rows, identity

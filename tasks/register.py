@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from tasks.contracts import (
@@ -14,11 +15,11 @@ from tasks.contracts import (
     TrainPerformance,
     TrainReport,
 )
-from tasks.errors import UserError
 from tasks.git_state import GitState, git_state
 from tasks.params import Params
 from tasks.paths import Paths
 from tasks.registry import (
+    COMMIT,
     CONTENT,
     DATA,
     LOSS,
@@ -28,8 +29,9 @@ from tasks.registry import (
     find_version,
     refusal,
 )
+from tasks.run_key import recipe
 from tasks.stage import heartbeat, say, stage_main
-from tasks.tracking_store import connect, find_run, tracking_uri
+from tasks.tracking_store import find_run, open_store
 
 ALIAS = "candidate"
 
@@ -41,18 +43,9 @@ def register(params: Params, paths: Paths) -> Registration:
         UserError: the MLflow store is out of reach.
     """
     report = EvalReport.read(paths.eval_report)
-    with heartbeat("opening MLflow"):
-        import mlflow
-        from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import SQLAlchemyError
+    experiment = open_store(params.register_, paths)
+    import mlflow
 
-        try:
-            experiment = connect(params.register_, paths)
-        except (MlflowException, SQLAlchemyError, OSError) as error:
-            raise UserError(
-                f"the MLflow store {tracking_uri(params.register_, paths)} cannot be used "
-                f"({str(error).splitlines()[0]}); mend register.tracking_uri or start the server, then run again"
-            ) from None
     known = find_run(experiment, report.run_key)
     name = f"{params.train.finetuning_type}-{report.run_key[:8]}"
     with (
@@ -143,7 +136,11 @@ def _measured(paths: Paths, run_key: str) -> TrainPerformance | None:
 def _log_reports(params: Params, paths: Paths, report: EvalReport, state: GitState) -> None:
     import mlflow
 
-    mlflow.log_params(_flat(params.model_dump(mode="json", by_alias=True)))
+    # MLflow's params never change, so only what the RunKey covers can be one; the rest is in params.yaml.
+    mlflow.log_params(_flat(recipe(params)))
+    mlflow.set_tags(
+        {"elastane.model": params.model.name_or_path, "elastane.source": params.prepare_data.source}
+    )
     mlflow.log_metrics(
         {
             "base_loss": report.base.loss,
@@ -159,7 +156,7 @@ def _log_reports(params: Params, paths: Paths, report: EvalReport, state: GitSta
         if file.is_file():
             mlflow.log_artifact(str(file))
     mlflow.log_text(state.diff, "git.diff")
-    mlflow.set_tags({"elastane.git_commit": state.commit or "", "elastane.data_hash": report.data_hash})
+    mlflow.set_tags({COMMIT: state.commit or "", "elastane.data_hash": report.data_hash})
     if paths.plan.is_file():
         plan = PlanReport.read(paths.plan)
         mlflow.set_tags({"elastane.plan": plan.chosen.plan.name, "elastane.plan_why": plan.why})
@@ -194,7 +191,7 @@ def _log_curves(paths: Paths) -> None:
         mlflow.MlflowClient().log_batch(active.info.run_id, metrics=points[start : start + 900])
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested sections as dotted keys, as params.yaml says them."""
     flat: dict[str, str] = {}
     for key, value in values.items():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tasks.contracts import DataManifest, EvalReport, TrainPerformance, TrainReport
-from tasks.params import Params
+from tasks.errors import UserError
+from tasks.params import Params, RegisterParams
+from tasks.paths import Paths
+from tasks.tracking_store import open_store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -18,6 +22,8 @@ RUN_KEY, CONTENT, DATA, LOSS = (
     "elastane.data_hash",
     "elastane.eval_loss",
 )
+COMMIT = "elastane.git_commit"
+MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<number>\d+)|@(?P<alias>[^/@]+))")
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,62 @@ def find_version(client: MlflowClient, name: str, run_key: str, content_hash: st
         if version.tags.get(CONTENT) == content_hash:
             return version
     return None
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A registered version, as its tags and its run tell it; `commit` is empty outside a git repository."""
+
+    name: str
+    version: int
+    run_id: str
+    run_key: str
+    content_hash: str
+    loss: float
+    commit: str
+
+
+def find_registered(register: RegisterParams, paths: Paths, uri: str) -> Registered:
+    """The version that `models:/name/3` or `models:/name@alias` names.
+
+    Raises:
+        UserError: the URI has another form, or no such version, or elastane did not register it.
+    """
+    parts = MODEL_URI.fullmatch(uri)
+    if parts is None:
+        raise UserError(
+            f"{uri!r} names no registered version; write models:/{register.model_name}/3 or "
+            f"models:/{register.model_name}@candidate"
+        )
+    open_store(register, paths)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    name, number, alias = parts["name"], parts["number"], parts["alias"]
+    client = MlflowClient()
+    try:
+        number = number or client.get_model_version_by_alias(name, alias).version
+        version = client.get_model_version(name, str(number))
+        run = client.get_run(version.run_id) if version.run_id else None
+    except MlflowException as error:
+        known = [f"{name}/{found.version}" for found in client.search_model_versions(f"name = '{name}'")]
+        raise UserError(
+            f"{uri} is not in the registry ({str(error).splitlines()[0]}); "
+            f"there is {', '.join(known) or 'no version of that name yet: `elastane run` registers one'}"
+        ) from None
+    if run is None or not {RUN_KEY, CONTENT, LOSS} <= version.tags.keys():
+        raise UserError(
+            f"{uri} was not registered by elastane, so it does not say how it was made; name another"
+        )
+    return Registered(
+        name=name,
+        version=int(version.version),
+        run_id=str(version.run_id),
+        run_key=version.tags[RUN_KEY],
+        content_hash=version.tags[CONTENT],
+        loss=float(version.tags[LOSS]),
+        commit=run.data.tags.get(COMMIT, ""),
+    )
 
 
 def find_champion(client: MlflowClient, name: str) -> Champion | None:

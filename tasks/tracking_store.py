@@ -6,8 +6,10 @@ import logging
 import os
 from pathlib import Path
 
+from tasks.errors import UserError
 from tasks.params import RegisterParams
 from tasks.paths import Paths
+from tasks.stage import heartbeat
 
 RUN_KEY_TAG = "elastane.run_key"
 
@@ -42,6 +44,27 @@ def connect(register: RegisterParams, paths: Paths) -> str:
         identity = found.experiment_id
     mlflow.set_experiment(experiment_id=identity)
     return str(identity)
+
+
+def open_store(register: RegisterParams, paths: Paths) -> str:
+    """`connect` for a stage or command that cannot go on without the store.
+
+    Raises:
+        UserError: the store is out of reach.
+    """
+    # MLflow's own patience with a server that is not there is over two minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    with heartbeat("opening MLflow"):
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            return connect(register, paths)
+        except (MlflowException, SQLAlchemyError, OSError) as error:
+            raise UserError(
+                f"the MLflow store {tracking_uri(register, paths)} cannot be used ({str(error).splitlines()[0]}); "
+                "mend register.tracking_uri (or MLFLOW_TRACKING_URI) or start the server, then run again"
+            ) from None
 
 
 def find_run(experiment_id: str, run_key: str) -> str | None:

@@ -37,59 +37,61 @@ class RawRow:
     where: str
 
 
-def read_file(path: Path) -> list[RawRow]:
+def read_file(path: Path, name: str) -> list[RawRow]:
     """The rows of a .json list or of a .jsonl file (byte-order mark and CRLF tolerated).
+
+    `name` is how the user wrote the path: rejected.jsonl must not depend on where the workspace lies.
 
     Raises:
         UserError: missing, empty, of another kind, or not JSON.
     """
     if path.is_dir():
-        raise UserError(f"prepare_data.source={path} is a folder; give one .json or .jsonl file in it")
+        raise UserError(f"prepare_data.source={name} is a folder; give one .json or .jsonl file in it")
     if not path.is_file():
         raise UserError(
-            f"prepare_data.source={path} does not exist; give the path of a .json or .jsonl file, "
+            f"prepare_data.source={name} does not exist; give the path of a .json or .jsonl file, "
             "the id of a Hugging Face data set (owner/name), or docstrings"
         )
     kind = path.suffix.lower()
     if kind not in (".json", ".jsonl"):
         raise UserError(
-            f"prepare_data.source={path} ends in {path.suffix or 'nothing'}; give a .json or .jsonl file"
+            f"prepare_data.source={name} ends in {path.suffix or 'nothing'}; give a .json or .jsonl file"
         )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+        raise UserError(f"{name} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
     if not text.strip():
-        raise UserError(f"prepare_data.source={path} is empty; give a file with at least two rows")
-    rows = _read_list(path, text) if kind == ".json" else _read_lines(path, text)
+        raise UserError(f"prepare_data.source={name} is empty; give a file with at least two rows")
+    rows = _read_list(name, text) if kind == ".json" else _read_lines(name, text)
     if not rows:
-        raise UserError(f"prepare_data.source={path} holds no rows; give a file with at least two rows")
+        raise UserError(f"prepare_data.source={name} holds no rows; give a file with at least two rows")
     return rows
 
 
-def _read_list(path: Path, text: str) -> list[RawRow]:
+def _read_list(name: str, text: str) -> list[RawRow]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path} is not valid JSON at line {error.lineno} ({error.msg}); mend it, or name it .jsonl "
+            f"{name} is not valid JSON at line {error.lineno} ({error.msg}); mend it, or name it .jsonl "
             "if it holds a row a line"
         ) from None
     if not isinstance(content, list):
-        raise UserError(f"{path} holds one {type(content).__name__}, not a list of rows; put the rows in [ ]")
-    return [RawRow(row, f"{path}: row {number}") for number, row in enumerate(content, 1)]
+        raise UserError(f"{name} holds one {type(content).__name__}, not a list of rows; put the rows in [ ]")
+    return [RawRow(row, f"{name}: row {number}") for number, row in enumerate(content, 1)]
 
 
-def _read_lines(path: Path, text: str) -> list[RawRow]:
+def _read_lines(name: str, text: str) -> list[RawRow]:
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            rows.append(RawRow(json.loads(line), f"{path}: line {number}"))
+            rows.append(RawRow(json.loads(line), f"{name}: line {number}"))
         except json.JSONDecodeError as error:
             raise UserError(
-                f"{path}: line {number} is not valid JSON ({error.msg}); mend that line"
+                f"{name}: line {number} is not valid JSON ({error.msg}); mend that line"
             ) from None
     return rows
 

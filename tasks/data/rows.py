@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from dataclasses import dataclass
 
 ROLES = ("system", "user", "assistant", "tool")
+# JSON can spell half of a character pair, which no encoding can write.
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,14 @@ def check(messages: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
         if not content.strip():
             what = "no answer" if role == "assistant" else f"an empty {role} turn"
             raise BadRow(what, "fill it in or remove the row")
-        if any("\ud800" <= letter <= "\udfff" for letter in content):
+        if LONE_SURROGATE.search(content):
             raise BadRow(f"the {role} turn holds half a character (a lone surrogate)", "write it whole")
-    turns = [role for role, _ in messages if role != "system"]
+    _check_order([role for role, _ in messages])
+    return tuple(messages)
+
+
+def _check_order(roles: list[str]) -> None:
+    turns = [role for role in roles if role != "system"]
     if not turns or turns[0] != "user":
         raise BadRow("no question at its start", "begin with a user turn (after an optional system turn)")
     if turns[-1] != "assistant":
@@ -67,6 +75,5 @@ def check(messages: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
             raise BadRow(f"two {one} turns in a row", "join them or put the other's turn between")
         if (one, two) in (("user", "tool"), ("tool", "user")):
             raise BadRow(f"a {two} turn right after a {one} turn", "put the assistant's turn between")
-    if any(role == "system" for role, _ in messages[1:]):
+    if "system" in roles[1:]:
         raise BadRow("a system turn that is not the first", "move it to the start")
-    return tuple(messages)

@@ -57,7 +57,7 @@ def _bands(threshold: float) -> tuple[int, int]:
 
     A pair of similarity s shares a band with probability 1 - (1 - s^hashes)^bands.
     """
-    for hashes in range(PERMUTATIONS, 1, -1):
+    for hashes in range(PERMUTATIONS // 2, 1, -1):
         bands = PERMUTATIONS // hashes
         if (1 - threshold**hashes) ** bands <= OVERLOOKED:
             return bands, hashes

@@ -50,8 +50,9 @@ def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
 def encode(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int) -> Encoded:
     """Ids of the whole rendered text (at most `max_length`), labels on the answers and their end marks.
 
-    The template alone writes the begin token, as it does when an answer is generated, so none is added. Where each answer lies is
-    found by rendering the conversation up to it, which must be a beginning of the whole.
+    The template alone writes the begin token, as it does when an answer is generated, so none is added.
+    Where each answer lies is found by rendering the conversation up to it, which must be a beginning of
+    the whole.
 
     Raises:
         BadRow: the template refuses the conversation, or no learnt token is within `max_length`.

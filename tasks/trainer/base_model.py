@@ -117,11 +117,17 @@ def file_hash(path: Path) -> str:
 
 
 def folder_hash(folder: Path) -> str:
-    """Hash over names and bytes of the weights and the (model or adapter) config in `folder`."""
-    files = sorted(
-        [*folder.glob("*.safetensors"), *folder.glob("config.json"), *folder.glob("adapter_config.json")]
-    )
-    lines = "\n".join(f"{file.name} {file_hash(file)}" for file in files)
+    """Hash over names and bytes of the weights and the model's config in `folder`."""
+    return _files_hash([*folder.glob("*.safetensors"), *folder.glob("config.json")])
+
+
+def weights_hash(folder: Path) -> str:
+    """Hash over the weights alone: what was learned, wherever its base lies."""
+    return _files_hash(list(folder.glob("*.safetensors")))
+
+
+def _files_hash(files: list[Path]) -> str:
+    lines = "\n".join(f"{file.name} {file_hash(file)}" for file in sorted(files))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 

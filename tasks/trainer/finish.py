@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -13,9 +15,10 @@ from tasks.contracts import (
     RankPerformance,
     TrainPerformance,
     TrainReport,
+    write_text,
 )
 from tasks.paths import Paths
-from tasks.trainer.base_model import folder_hash
+from tasks.trainer.base_model import weights_hash
 from tasks.trainer.engine import Engine
 from tasks.trainer.loop import Job
 from tasks.trainer.performance import advise
@@ -39,18 +42,30 @@ def finish(engine: Engine, job: Job, paths: Paths, mine: RankPerformance, starts
     records = StepLog(job.run).read()
     for weights in final.glob("*.safetensors"):
         weights.chmod(0o644)
-    content = folder_hash(final)
+    content = weights_hash(final)
+    base = BaseModelRef.read(paths.base_ref)
+    _name_base(final, base)
     FinalManifest(
         run_key=job.run_key,
         content_hash=content,
         finetuning_type=job.train.finetuning_type,
-        base=BaseModelRef.read(paths.base_ref),
+        base=base,
     ).write(final / "manifest.json")
     _report(engine, job, content, records).write(final / "train_report.json")
     write_curves(records, final / "train_curves.csv")
     measured = [rank for rank in ranks if rank is not None]
     _performance(job, paths, measured, records, starts).write(finished / "train_performance.json")
     (finished / "complete").touch()
+
+
+def _name_base(final: Path, base: BaseModelRef) -> None:
+    """An adapter names its base as the user did, not by the folder it was loaded from here."""
+    file = final / "adapter_config.json"
+    if not file.is_file():
+        return
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config |= {"base_model_name_or_path": base.name_or_path, "revision": base.revision}
+    write_text(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _report(engine: Engine, job: Job, content: str, records: list[StepRecord]) -> TrainReport:

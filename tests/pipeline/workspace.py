@@ -96,6 +96,7 @@ def make_workspace(root: Path, **changes: Any) -> Workspace:
     workspace = Workspace(root)
     workspace.change(**{"model.name_or_path": "tiny-model", **changes})
     workspace.must("git", "init", "-q")
+    workspace.must("dvc", "add", "-q", "data/raw/rows.json")
     workspace.must("git", "add", "-A")
     workspace.must("git", "-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "start")
     return workspace

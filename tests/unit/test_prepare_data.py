@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tasks.contracts import DataManifest
-from tasks.data.docstrings import docstring_rows
-from tasks.data.formats import RawRow, canonical, detect, read_file
 from tasks.data.prepared import Split
 from tasks.data.rows import BadRow, Row
-from tasks.data.split import held_out, near_duplicates
 from tasks.data.templates import encode
 from tasks.errors import UserError
 from tasks.paths import Paths
@@ -39,91 +39,8 @@ def alpaca(count: int) -> list[dict[str, str]]:
     return [{"instruction": f"count to {n}", "input": "", "output": f"it is {n * 7}"} for n in range(count)]
 
 
-# --- formats ------------------------------------------------------------------------------------
-
-
-def row(content: Any, form: str = "alpaca") -> Row:
-    return canonical(RawRow(content, "f: row 1"), form)  # type: ignore[arg-type]
-
-
-def test_alpaca_with_system_history_and_input() -> None:
-    found = row(
-        {"instruction": "I", "input": "X", "output": "O", "system": "S", "history": [["q", "a"]]},
-    )
-    assert found.messages == (
-        ("system", "S"),
-        ("user", "q"),
-        ("assistant", "a"),
-        ("user", "I\nX"),
-        ("assistant", "O"),
-    )
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-    ],
-)
-def test_both_chat_styles(content: Any) -> None:
-    assert detect([RawRow(content, "")], "f")[0] == "chat"
-    assert row(content, "chat").messages == (("user", "q"), ("assistant", "a"))
-
-
-@pytest.mark.parametrize(
-    ("content", "form", "reason"),
-    [
-        ({"instruction": "q", "output": ""}, "alpaca", "no answer"),
-        ({"instruction": "q"}, "alpaca", "no answer"),
-        ({"instruction": "q", "output": 3}, "alpaca", "int, not text"),
-        ({"instruction": None, "output": "a"}, "alpaca", "instruction is NoneType"),
-        ({"instruction": "q", "output": "a", "history": "x"}, "alpaca", "history"),
-        ("just text", "alpaca", "str instead of a row"),
-        ({"messages": [{"role": "user", "content": "q"}]}, "chat", "no answer"),
-        ({"messages": []}, "chat", "no question"),
-        ({"messages": [{"role": "boss", "content": "q"}]}, "chat", "unknown role 'boss'"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "chat", "no question"),
-        ({"messages": "q"}, "chat", "messages is str"),
-    ],
-)
-def test_bad_rows_have_a_reason(content: Any, form: str, reason: str) -> None:
-    with pytest.raises(BadRow) as error:
-        row(content, form)
-    assert reason in error.value.reason
-    assert error.value.fix
-
-
-def test_jsonl_with_bom_and_crlf(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_bytes(
-        '\ufeff{"instruction": "q", "output": "é"}\r\n\r\n{"instruction": "r", "output": "b"}\r\n'.encode()
-    )
-    assert [raw.where for raw in read_file(path)] == [f"{path}: line 1", f"{path}: line 3"]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("a.json", "", "is empty"),
-        ("a.json", "[]", "holds no rows"),
-        ("a.json", '{"instruction": "q"}', "not a list"),
-        ("a.json", "[{]", "not valid JSON at line 1"),
-        ("a.jsonl", '{"a": 1}\n{broken\n', "line 2 is not valid JSON"),
-        ("a.csv", "a,b", "ends in .csv"),
-    ],
-)
-def test_files_that_cannot_be_read_name_themselves(tmp_path: Path, name: str, text: str, words: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=words):
-        read_file(tmp_path / name)
-
-
-def test_a_missing_file_and_an_unknown_format_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
-        read_file(tmp_path / "gone.json")
-    with pytest.raises(UserError, match="rows with a, b are of no known format"):
-        detect([RawRow({"a": 1, "b": 2}, "")], "f.json")
+def kept(manifest: DataManifest) -> int:
+    return manifest.train.rows + manifest.validation.rows
 
 
 # --- masks --------------------------------------------------------------------------------------
@@ -166,8 +83,7 @@ def test_a_row_whose_answer_is_cut_off_is_bad_and_a_long_one_is_cut(model: Path)
 def test_every_row_is_accounted_for(tmp_path: Path, model: Path) -> None:
     rows: list[Any] = [*alpaca(30), alpaca(1)[0], {"instruction": "q", "output": ""}, {"x": 1}]
     manifest = prepared(tmp_path, model, rows, **{"prepare_data.on_bad_row": "reject"})
-    kept = manifest.train.rows + manifest.validation.rows
-    assert manifest.rows_in == len(rows) == kept + sum(manifest.rejected.values())
+    assert manifest.rows_in == len(rows) == kept(manifest) + sum(manifest.rejected.values())
     assert manifest.rejected["duplicate"] == 1
     lines = [json.loads(line) for line in Paths(tmp_path).rejected.read_text().splitlines()]
     assert {line["where"].rsplit(": ", 1)[1] for line in lines} == {"row 31", "row 32", "row 33"}
@@ -189,6 +105,18 @@ def test_a_row_without_an_answer_stops_and_leaves_the_old_data(tmp_path: Path, m
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["base", "prepared", "raw"]
 
 
+def test_two_workspaces_get_the_same_bytes(tmp_path: Path, model: Path) -> None:
+    rows = [*alpaca(20), alpaca(1)[0], {"instruction": "q", "output": None}]
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        prepared(folder, model, rows, **{"prepare_data.on_bad_row": "reject"})
+    one, two = (
+        {file.name: file.read_bytes() for file in Paths(folder).prepared.iterdir()} for folder in folders
+    )
+    assert sorted(one) == ["manifest.json", "rejected.jsonl", "train.arrow", "validation.arrow"]
+    assert one == two
+
+
 def test_bytes_depend_on_the_content_not_on_its_order(tmp_path: Path, model: Path) -> None:
     prepared(tmp_path / "one", model, alpaca(20))
     prepared(tmp_path / "two", model, list(reversed(alpaca(20))))
@@ -196,6 +124,75 @@ def test_bytes_depend_on_the_content_not_on_its_order(tmp_path: Path, model: Pat
         assert (Paths(tmp_path / "one").prepared / name).read_bytes() == (
             Paths(tmp_path / "two").prepared / name
         ).read_bytes()
+
+
+def test_no_held_out_row_resembles_one_that_is_trained_on(tmp_path: Path, model: Path) -> None:
+    text = "once upon a time a king had three sons and no daughter so he sent them far away"
+    rows = [{"instruction": "Tell a tale", "output": f"{text} {word}"} for word in "abcdefghijklmnop"]
+    manifest = prepared(
+        tmp_path, model, [*rows, *alpaca(20)], **{"prepare_data.near_duplicate_threshold": 0.8}
+    )
+    assert manifest.rejected == {"near-duplicate of a training row": manifest.rows_in - kept(manifest)}
+    assert manifest.rejected["near-duplicate of a training row"] > 0
+    held = Split.open(Paths(tmp_path).prepared, "validation")
+    assert not any(text in held.reference(row) for row in range(len(held)))
+
+
+def test_long_rows_are_cut_and_counted(tmp_path: Path, model: Path) -> None:
+    rows = [*alpaca(20), {"instruction": "long", "output": "a" * 300}]
+    manifest = prepared(tmp_path, model, rows, **{"prepare_data.max_length": 128})
+    assert manifest.truncated == 1
+    assert max(manifest.train.longest, manifest.validation.longest) == 128
+    assert sum(bin_.rows for bin_ in manifest.length_histogram) == kept(manifest) == 21
+    assert manifest.length_histogram[-1].upper == 128
+
+
+def test_a_row_cut_before_its_answer_stops_or_is_counted(tmp_path: Path, model: Path) -> None:
+    rows = [*alpaca(20), {"instruction": "q" * 200, "output": "a"}]
+    changes = {"prepare_data.max_length": 128}
+    with pytest.raises(UserError, match=r"row 21: no answer token within max_length=128.*reject"):
+        prepared(tmp_path, model, rows, **changes)
+    assert not Paths(tmp_path).prepared.exists()
+    manifest = prepared(tmp_path, model, rows, **changes, **{"prepare_data.on_bad_row": "reject"})
+    assert manifest.rejected == {"no answer token within max_length=128": 1}
+    assert manifest.rows_in == 21 == kept(manifest) + 1
+
+
+def test_rows_beyond_max_rows_are_not_counted(tmp_path: Path, model: Path) -> None:
+    manifest = prepared(tmp_path, model, [*alpaca(20), {"x": 1}], **{"prepare_data.max_rows": 20})
+    assert manifest.rows_in == 20 == kept(manifest)
+
+
+def test_all_rows_rejected_is_an_error_that_counts_them(tmp_path: Path, model: Path) -> None:
+    rows = [{"instruction": "q", "output": ""}] * 3
+    with pytest.raises(UserError, match=r"leaves no row to train on \(left out: 3 no answer\)"):
+        prepared(tmp_path, model, rows, **{"prepare_data.on_bad_row": "reject"})
+
+
+def test_a_source_outside_data_raw_is_used_and_said(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(tmp_path, model, alpaca(20))
+    assert "outside data/raw/" not in capsys.readouterr().err
+    (tmp_path / "mine.json").write_text(json.dumps(alpaca(20)))
+    prepared(tmp_path, model, alpaca(20), **{"prepare_data.source": "mine.json"})
+    assert "mine.json lies outside data/raw/" in capsys.readouterr().err
+
+
+def test_a_wrong_source_ends_the_stage_with_code_2_before_the_model_is_touched(tmp_path: Path) -> None:
+    tiny.write_params(tmp_path, **{"prepare_data.source": "data/raw/gone.jsonl"})
+    ran = subprocess.run(
+        [sys.executable, "-m", "tasks.prepare_data"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tiny.REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("prepare_data: prepare_data.source=data/raw/gone.jsonl does not exist; give")
+    assert ran.stderr.count("\n") == 1
+    assert not (tmp_path / "data").exists()
 
 
 def test_too_few_rows_are_refused(tmp_path: Path, model: Path) -> None:
@@ -219,32 +216,15 @@ def test_a_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
         prepared(tmp_path, folder, alpaca(20))
 
 
-# --- split --------------------------------------------------------------------------------------
+def ids(folder: Path, name: str) -> set[str]:
+    return set(Split.open(folder, name).table.column("id").to_pylist())
 
 
-def simple(question: str, answer: str, group: str) -> Row:
-    return Row((("user", question), ("assistant", answer)), group, "w")
-
-
-def test_adding_rows_moves_no_old_row() -> None:
-    rows = [simple(f"q{n}", "a", str(n)) for n in range(500)]
-    before = {row.id: held_out(row, 0.2) for row in rows}
-    assert 60 < sum(before.values()) < 140
-    assert all(held_out(row, 0.2) == side for row, side in zip(rows, before.values(), strict=True))
-
-
-def test_near_duplicates_are_found_and_others_left() -> None:
-    text = "the quick brown fox jumps over the lazy dog and then it sleeps all day long in the warm sun"
-    train = [simple("Tell me of the fox", text, "1")]
-    like = simple("Tell me of the fox!", text + " again", "2")
-    other = simple("What is two and two", "It is four, as everybody knows from school", "3")
-    assert near_duplicates(train, [like, other], 0.8) == {like.id}
-
-
-def test_docstring_rows_are_many_the_same_each_time_and_never_on_both_sides() -> None:
-    rows = list(docstring_rows())
-    assert len(rows) >= 2000
-    assert [row.id for row in rows] == [row.id for row in docstring_rows()]
-    assert all(row.answer.strip() and row.prompt[-1]["content"].strip() for row in rows)
-    sides = {(row.group, held_out(row, 0.1)) for row in rows}
-    assert len(sides) == len({group for group, _ in sides}), "rows about one docstring are on one side"
+def test_adding_rows_moves_no_old_row(tmp_path: Path, model: Path) -> None:
+    prepared(tmp_path, model, alpaca(60))
+    folder = Paths(tmp_path).prepared
+    before = {name: ids(folder, name) for name in ("train", "validation")}
+    prepared(tmp_path, model, alpaca(120))
+    for name, old in before.items():
+        assert old < ids(folder, name)
+    assert 0.15 < len(ids(folder, "validation")) / 120 < 0.45

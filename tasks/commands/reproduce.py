@@ -1,0 +1,225 @@
+"""`elastane reproduce models:/name/3`: replays a registered version from its own commit and compares."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tasks.contracts import Contract, EvalReport, FinalManifest, PlanReport, Resolved, TrainReport
+from tasks.errors import USER_ERROR_EXIT_CODE, UserError
+from tasks.git_state import git
+from tasks.params import Params
+from tasks.paths import Paths
+from tasks.registry import Registered, find_registered
+from tasks.stage import die_with_parent, heartbeat, say
+
+STAGES = ("prepare_data", "probe_hardware", "select_strategy", "train", "evaluate")
+LOSS_TOLERANCE = 1e-5
+
+
+class ReproduceReport(Contract):
+    """A registered version beside its replay.
+
+    `same`: data and base equal, and the tuned loss within LOSS_TOLERANCE (relative). `bit_identical`:
+    the weights as well, which only the same plan on the same kind of hardware promises.
+    """
+
+    uri: str
+    version: int
+    commit: str
+    registered: EvalReport
+    replayed: EvalReport
+    registered_base: str
+    replayed_base: str
+    registered_plan: str
+    replayed_plan: str
+    loss_difference: float
+    same: bool
+    bit_identical: bool
+
+    def table(self) -> str:
+        """What was compared, one line each, and the verdict."""
+        pairs = {
+            "data": (self.registered.data_hash[:16], self.replayed.data_hash[:16]),
+            "base model": (self.registered_base[:16], self.replayed_base[:16]),
+            "run key": (self.registered.run_key, self.replayed.run_key),
+            "weights": (self.registered.content_hash[:16], self.replayed.content_hash[:16]),
+            "base loss": (f"{self.registered.base.loss:.6f}", f"{self.replayed.base.loss:.6f}"),
+            "tuned loss": (f"{self.registered.tuned.loss:.6f}", f"{self.replayed.tuned.loss:.6f}"),
+            "plan": (self.registered_plan, self.replayed_plan),
+        }
+        lines = [f"{'':<12}{'registered':<20}{'replayed':<20}"]
+        lines += [
+            f"{name:<12}{old:<20}{new:<20}{'equal' if old == new else 'differs'}"
+            for name, (old, new) in pairs.items()
+        ]
+        return "\n".join([*lines, self.verdict()])
+
+    def verdict(self) -> str:
+        name = f"{self.uri} (commit {self.commit[:12]})"
+        if not self.same:
+            return f"{name} was NOT reproduced: tuned loss differs by {self.loss_difference:.1e} (relative)"
+        if self.bit_identical:
+            return f"{name} was reproduced: the weights are equal bit for bit"
+        return (
+            f"{name} was reproduced: tuned loss within {self.loss_difference:.1e} (relative), "
+            "weights not equal bit for bit"
+        )
+
+
+def reproduce(params: Params, paths: Paths, uri: str) -> ReproduceReport:
+    """Replays prepare_data to evaluate in a temporary git worktree and compares with what was registered.
+
+    Args:
+        uri: `models:/name/3` or `models:/name@alias`.
+
+    Raises:
+        UserError: no such version, no git, the commit or an artifact is gone, or a stage refuses its input.
+        RuntimeError: a stage failed.
+    """
+    registered = find_registered(params.register_, paths, uri)
+    with tempfile.TemporaryDirectory(prefix="elastane-reproduce-") as folder:
+        kept = _download(registered, Path(folder) / "registered")
+        with _worktree(paths.root, registered, kept / "git.diff", Path(folder) / "worktree") as root:
+            replay = Paths(root)
+            _write_params(kept / "params.yaml", replay, paths)
+            _freeze(kept, registered, replay)
+            for stage in STAGES:
+                _run(stage, root)
+            return _compare(uri, registered, kept, replay)
+
+
+def _download(registered: Registered, folder: Path) -> Path:
+    from mlflow.artifacts import download_artifacts
+    from mlflow.exceptions import MlflowException
+
+    folder.mkdir()
+    run = f"runs:/{registered.run_id}"
+    sources = {
+        name: f"{run}/{name}"
+        for name in ("params.yaml", "git.diff", "eval_report.json", "train_report.json", "plan.json")
+    }
+    sources["final.json"] = f"models:/{registered.name}/{registered.version}/data/final/manifest.json"
+    with heartbeat(f"fetching {registered.name} version {registered.version} from MLflow"):
+        for name, source in sources.items():
+            try:
+                # Into a folder of its own: a local store hands back its own file, never to be written to.
+                found = download_artifacts(artifact_uri=source)
+            except (MlflowException, OSError) as error:
+                raise UserError(
+                    f"{source} is not to be had ({str(error).splitlines()[0]}), and a replay needs it; "
+                    "choose a version that `elastane run` registered and whose artifacts are still there"
+                ) from None
+            shutil.copyfile(found, folder / name)
+    return folder
+
+
+@contextmanager
+def _worktree(root: Path, registered: Registered, diff: Path, place: Path) -> Iterator[Path]:
+    """The registered commit, with the registered change on top; yields the workspace in it."""
+    name = f"{registered.name} version {registered.version}"
+    prefix = git(root, "rev-parse", "--show-prefix")
+    if prefix is None:
+        raise UserError(f"{root} is no git repository (or git is missing), and a replay starts from a commit")
+    if not registered.commit:
+        raise UserError(f"{name} was made outside a git repository, so its code is unknown; choose another")
+    if git(root, "cat-file", "-e", f"{registered.commit}^{{commit}}") is None:
+        raise UserError(
+            f"{name} was made from commit {registered.commit}, which this repository lacks; run `git fetch --all`"
+        )
+    made = subprocess.run(
+        ["git", "worktree", "add", "--detach", "--quiet", str(place), registered.commit],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        raise RuntimeError(f"git could not check out {registered.commit}: {made.stderr.strip()}")
+    try:
+        if diff.stat().st_size and git(place, "apply", "--whitespace=nowarn", str(diff)) is None:
+            raise UserError(
+                f"the change on top of {registered.commit[:12]} that {name} was made with does not apply; "
+                "choose another version"
+            )
+        yield place / prefix.strip()
+    finally:
+        git(root, "worktree", "remove", "--force", str(place))
+        git(root, "worktree", "prune")
+
+
+def _write_params(source: Path, replay: Paths, original: Paths) -> None:
+    """The registered params.yaml; files git does not hold are taken from the original workspace.
+
+    Curves go to a store of the replay's own, so the registered run's page stays as it is.
+    """
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    raw: dict[str, Any] = yaml.load(source.read_text(encoding="utf-8"))
+    for section, key in (("prepare_data", "source"), ("model", "name_or_path")):
+        said = Path(raw[section][key]).expanduser()
+        if not (replay.root / said).exists() and (original.root / said).exists():
+            raw[section][key] = str(original.root / said)
+    raw["register"]["tracking_uri"] = f"sqlite:///{replay.mlflow_db}"
+    with replay.params.open("w", encoding="utf-8") as file:
+        yaml.dump(raw, file)
+
+
+def _freeze(kept: Path, registered: Registered, replay: Paths) -> None:
+    """Gives the replay what `auto` meant in the registered run, whatever this machine would choose."""
+    resolved = PlanReport.read(kept / "plan.json").resolved
+    precision = TrainReport.read(kept / "train_report.json").precision
+    frozen = Resolved(precision=precision, token_budget=resolved.token_budget)
+    frozen.write(replay.run(registered.run_key) / "resolved.json")
+
+
+def _run(stage: str, root: Path) -> None:
+    say(f"── {stage} (replay)")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"tasks.{stage}"],
+        cwd=root,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        preexec_fn=die_with_parent,
+        check=False,
+    )
+    if done.returncode == USER_ERROR_EXIT_CODE:
+        message = json.loads(Paths(root).status(stage).read_text(encoding="utf-8"))["message"]
+        raise UserError(f"the replay stopped at {stage}: {message}")
+    if done.returncode:
+        raise RuntimeError(f"{stage} ended with code {done.returncode} in the replay; its output is above")
+
+
+def _compare(uri: str, registered: Registered, kept: Path, replay: Paths) -> ReproduceReport:
+    before, after = EvalReport.read(kept / "eval_report.json"), EvalReport.read(replay.eval_report)
+    # The run's report may be a later one's of the same recipe; what the version says of itself counts.
+    before = before.model_copy(update={"content_hash": registered.content_hash})
+    finals = (kept / "final.json", replay.final / "manifest.json")
+    bases = [FinalManifest.read(path).base.content_hash for path in finals]
+    plans = [PlanReport.read(path).chosen.plan for path in (kept / "plan.json", replay.plan)]
+    difference = abs(after.tuned.loss - registered.loss) / max(abs(registered.loss), 1e-12)
+    return ReproduceReport(
+        uri=uri,
+        version=registered.version,
+        commit=registered.commit,
+        registered=before,
+        replayed=after,
+        registered_base=bases[0],
+        replayed_base=bases[1],
+        registered_plan=f"{plans[0].name}, micro-batch {plans[0].micro_batch}",
+        replayed_plan=f"{plans[1].name}, micro-batch {plans[1].micro_batch}",
+        loss_difference=difference,
+        same=bases[0] == bases[1] and before.data_hash == after.data_hash and difference <= LOSS_TOLERANCE,
+        bit_identical=registered.content_hash == after.content_hash,
+    )
