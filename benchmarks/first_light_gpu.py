@@ -141,6 +141,8 @@ def figures(root: Path) -> dict[str, Any]:
         "ranks": speed["ranks"],
         "advice": speed["advice"],
         "steps": len(curve),
+        "tokens": reports["train_report"]["tokens"],
+        "seconds_per_step": speed["seconds_per_step"],
         "first_loss": curve[0],
         "last_loss": curve[-1],
         "curve": curve,
@@ -160,11 +162,15 @@ def main() -> None:
     parser.add_argument(
         "--pinned", action="store_true", help="also the float32 recipe on one GPU, to compare plans"
     )
+    parser.add_argument("--variants", default="lora,full,lora-float16,lora-float32")
     options = parser.parse_args()
+    wanted = options.variants.split(",")
     work = Path("/tmp/first-light")
     make_model(work / "model")
     found: dict[str, Any] = {}
     for name, changes in {"lora": {}, **VARIANTS}.items():
+        if name not in wanted:
+            continue
         make_workspace(work / name, work / "model", changes, options.rows)
         found[name] = run_variant(work / name, whole=name == "lora")
         write("first-light-gpu", {"variants": found}, options.out)

@@ -61,11 +61,12 @@ def run(
 ) -> None:
     """The whole pipeline, once: only what is out of date runs."""
     params, paths = _here()
-    from flows.embedded import start, use_embedded_unless_configured
+    from flows.embedded import prefect_api
+    from flows.workspace import flow_lock
 
-    use_embedded_unless_configured(paths)
-    with _ended_by_signals():
-        start()
+    with flow_lock(paths):
+        pass  # Asked before the seconds that Prefect takes; the flow takes the lock for itself.
+    with _ended_by_signals(), prefect_api(paths):
         from flows.finetune import finetune
         from flows.process import StageFailed
 

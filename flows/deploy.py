@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 
-from flows.embedded import profile_has_server
+from flows.embedded import users_server
 from tasks.errors import UserError
 from tasks.paths import Paths
 
@@ -21,7 +20,7 @@ def deploy(paths: Paths, cron: str | None) -> str:
     Raises:
         UserError: no Prefect server is configured or it does not answer, or the schedule is no cron.
     """
-    if not (os.environ.get("PREFECT_API_URL") or profile_has_server()):
+    if not users_server():
         raise UserError(
             "a schedule needs a Prefect server that stays up, and PREFECT_API_URL is not set; run "
             "`prefect server start` in another terminal, then "
@@ -48,6 +47,7 @@ def deploy(paths: Paths, cron: str | None) -> str:
                 limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW
             ),
             build=False,
+            ignore_warnings=True,
             print_next_steps=False,
         )
     except httpx.HTTPError as error:

@@ -1,35 +1,31 @@
-"""Prefect without a server of the user's own. Call before prefect is imported."""
+"""Prefect for one run of `elastane run`: the user's own server, or one that lives as long as the run."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import socket
+import subprocess
+import sys
+import time
 import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tasks.paths import Paths
-from tasks.stage import heartbeat
+from tasks.stage import die_with_parent, heartbeat
 
-STARTUP_SECONDS = "180"
-
-
-def use_embedded_unless_configured(paths: Paths) -> None:
-    """Keeps Prefect's state in the workspace, unless the user has a server (environment or profile).
-
-    The temporary server needs up to half a minute at its first start, more than Prefect's own patience.
-    """
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    if os.environ.get("PREFECT_API_URL") or profile_has_server():
-        return
-    os.environ.setdefault("PREFECT_HOME", str(paths.prefect_home))
-    # Prefect makes its folder but not the one above it, and then waits for a server that cannot start.
-    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", STARTUP_SECONDS)
+STARTUP_SECONDS = 180.0
+POLL_SECONDS = 0.1
 
 
-def profile_has_server() -> bool:
-    """Whether the active Prefect profile names a server."""
+def users_server() -> bool:
+    """Whether the user has a Prefect server: PREFECT_API_URL in the environment or the active profile."""
+    if os.environ.get("PREFECT_API_URL"):
+        return True
     home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
     try:
         profiles = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
@@ -39,10 +35,83 @@ def profile_has_server() -> bool:
     return "PREFECT_API_URL" in profiles.get("profiles", {}).get(active, {})
 
 
-def start() -> None:
-    """Imports Prefect and waits until its server answers."""
-    with heartbeat("starting Prefect"):
-        from prefect.client.orchestration import get_client
+@contextmanager
+def prefect_api(paths: Paths) -> Iterator[None]:
+    """Makes Prefect ready; enter it before prefect is imported.
 
-        with get_client(sync_client=True) as client:
-            client.read_flow_runs(limit=1)
+    Prefect can start a server for a run by itself, but that one shares the terminal's process group: Ctrl-C
+    ends it before the flow, which then waits for it in vain, and kill -9 of the flow leaves it behind.
+    """
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    if users_server():
+        with heartbeat("asking the Prefect server"):
+            _first_call()
+        yield
+        return
+    home = Path(os.environ.setdefault("PREFECT_HOME", str(paths.prefect_home)))
+    home.mkdir(parents=True, exist_ok=True)
+    with heartbeat("starting Prefect"):
+        port = _free_port()
+        log = home / "server.log"
+        server = _serve(port, log)
+        # Last of all that end at exit, since Prefect sends its last events then.
+        atexit.register(_end, server)
+        os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+        try:
+            import prefect  # noqa: F401  (reads the environment; takes as long as the server does)
+
+            _wait(server, f"http://127.0.0.1:{port}/api/health", log)
+            _first_call()
+        finally:
+            del os.environ["PREFECT_API_URL"]
+    yield
+
+
+def _serve(port: int, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error", "--lifespan", "on"]
+    environment = {**os.environ, "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509
+        )
+
+
+def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + STARTUP_SECONDS
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(POLL_SECONDS)
+    raise RuntimeError(f"Prefect's server did not start (code {server.poll()}); its output is in {log}")
+
+
+def _first_call() -> None:
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        client.read_flow_runs(limit=1)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(timeout=3)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -14,8 +14,11 @@ from prefect.states import State
 from flows.artifacts import publish_plan, publish_result
 from flows.process import StageFailed, run_stage
 from flows.workspace import flow_lock, prepare_stores
-from tasks.params import read_params
+from tasks.contracts import BaseModelRef, DataManifest
+from tasks.params import Params, read_params
 from tasks.paths import Paths
+from tasks.run_key import run_key
+from tasks.train import FROM_SCRATCH
 
 TRAIN_RETRIES = 2
 RETRY_DELAY_SECONDS = 5
@@ -101,28 +104,27 @@ def finetune(workspace: str | None = None, retrain: bool = False) -> Outcome:
     params = read_params(paths.params)
     with flow_lock(paths):
         prepare_stores(params, paths)
-        if retrain:
-            forget_result(paths)
         ran = [
             ("prepare_data", prepare_data(root, source_changed(params, paths))),
             ("probe_hardware", probe_hardware(root)),
             ("select_strategy", select_strategy(root)),
-            ("train", train(root, retrain)),
-            ("evaluate", evaluate(root)),
-            ("register", register(root)),
         ]
+        if retrain:
+            # Here and not in the task: a retry goes on with what the first try has trained.
+            forget_training(params, paths)
+        ran += [("train", train(root, retrain)), ("evaluate", evaluate(root)), ("register", register(root))]
     return Outcome(tuple(name for name, did in ran if did))
 
 
-def forget_result(paths: Paths) -> None:
-    """Moves this workspace's trained model and its runs aside, so that training begins at step 0."""
-    from tasks.contracts import FinalManifest
-
-    manifest = paths.final / "manifest.json"
-    if not manifest.is_file():
-        return
-    run = paths.run(FinalManifest.read(manifest).run_key)
+def forget_training(params: Params, paths: Paths) -> None:
+    """Moves what was trained of this recipe aside, so that training begins at step 0, whatever DVC's remote holds."""
+    key = run_key(params, DataManifest.read(paths.manifest), BaseModelRef.read(paths.base_ref))
+    run = paths.run(key)
     if run.is_dir():
         number = sum(1 for _ in paths.runs.glob(f"{run.name}.old-*")) + 1
         run.rename(run.with_name(f"{run.name}.old-{number}"))
-    manifest.rename(manifest.with_name("manifest.old.json"))
+    run.mkdir(parents=True)
+    (run / FROM_SCRATCH).touch()
+    manifest = paths.final / "manifest.json"
+    if manifest.is_file():
+        manifest.rename(manifest.with_name("manifest.old.json"))

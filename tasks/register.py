@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tasks.contracts import (
@@ -34,6 +36,7 @@ from tasks.stage import heartbeat, say, stage_main
 from tasks.tracking_store import find_run, open_store
 
 ALIAS = "candidate"
+SAMPLES_TABLE = "samples_table.json"
 
 
 def register(params: Params, paths: Paths) -> Registration:
@@ -155,16 +158,29 @@ def _log_reports(params: Params, paths: Paths, report: EvalReport, state: GitSta
     for file in files:
         if file.is_file():
             mlflow.log_artifact(str(file))
-    mlflow.log_text(state.diff, "git.diff")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "git.diff").write_bytes(state.diff)
+        mlflow.log_artifact(f"{folder}/git.diff")
     mlflow.set_tags({COMMIT: state.commit or "", "elastane.data_hash": report.data_hash})
     if paths.plan.is_file():
         plan = PlanReport.read(paths.plan)
         mlflow.set_tags({"elastane.plan": plan.chosen.plan.name, "elastane.plan_why": plan.why})
-    samples = Samples.read(paths.samples).samples
-    if samples:
-        columns = ("prompt", "reference", "base", "tuned")
-        table = {column: [getattr(sample, column) for sample in samples] for column in columns}
-        mlflow.log_table(table, "samples_table.json")
+    _log_samples(Samples.read(paths.samples))
+
+
+def _log_samples(samples: Samples) -> None:
+    import mlflow
+
+    columns = ("prompt", "reference", "base", "tuned")
+    rows = [[getattr(sample, column) for column in columns] for sample in samples.samples]
+    active = mlflow.active_run()
+    assert active is not None
+    there = {file.path for file in mlflow.MlflowClient().list_artifacts(active.info.run_id)}
+    if SAMPLES_TABLE in there:
+        # `log_table` would append to the table of an earlier evaluation.
+        mlflow.log_dict({"columns": list(columns), "data": rows}, SAMPLES_TABLE)
+    elif rows:
+        mlflow.log_table(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)), SAMPLES_TABLE)
 
 
 def _log_curves(paths: Paths) -> None:

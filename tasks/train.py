@@ -33,6 +33,9 @@ from tasks.trainer.guards import run_lock
 from tasks.trainer.run_state import count_start, freeze
 from tasks.trainer.worker import WorkerOrder
 
+# In runs/<RunKey>: the user wants this recipe trained here and now, so no remote is asked.
+FROM_SCRATCH = "from_scratch"
+
 
 def train(params: Params, paths: Paths) -> TrainReport:
     """Trains, resumes, or finds that nothing is to do; returns what was learned.
@@ -49,7 +52,7 @@ def train(params: Params, paths: Paths) -> TrainReport:
         return TrainReport.read(paths.train_report)
     with run_lock(run):
         if not (run / "finished" / "complete").is_file():
-            if _pulled(paths, key):
+            if not (run / FROM_SCRATCH).is_file() and _pulled(paths, key):
                 _restore_reports(paths, run)
                 return TrainReport.read(paths.train_report)
             _run_workers(paths, run, key)
@@ -125,6 +128,8 @@ def launch(plan: Plan, hardware: HardwareProfile, run: Path, paths: Paths) -> in
     threads = max(1, hardware.cpu_cores // plan.world_size)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Micro-batches of many lengths leave a caching allocator with holes that only growing segments fill.
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # torchrun's standalone rendezvous takes a free port; the loopback name keeps it off the network.
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),

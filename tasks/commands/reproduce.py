@@ -23,6 +23,8 @@ from tasks.stage import die_with_parent, heartbeat, say
 
 STAGES = ("prepare_data", "probe_hardware", "select_strategy", "train", "evaluate")
 LOSS_TOLERANCE = 1e-5
+# Another copy of the code, and the store that MLflow notes in the environment once it was opened.
+NOT_HANDED_ON = {"PYTHONPATH", "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_EXPERIMENT_ID"}
 
 
 class ReproduceReport(Contract):
@@ -56,9 +58,9 @@ class ReproduceReport(Contract):
             "tuned loss": (f"{self.registered.tuned.loss:.6f}", f"{self.replayed.tuned.loss:.6f}"),
             "plan": (self.registered_plan, self.replayed_plan),
         }
-        lines = [f"{'':<12}{'registered':<20}{'replayed':<20}"]
+        lines = [f"{'':<12}{'registered':<26}{'replayed':<26}"]
         lines += [
-            f"{name:<12}{old:<20}{new:<20}{'equal' if old == new else 'differs'}"
+            f"{name:<12}{old:<26}{new:<26}{'equal' if old == new else 'differs'}"
             for name, (old, new) in pairs.items()
         ]
         return "\n".join([*lines, self.verdict()])
@@ -150,7 +152,7 @@ def _worktree(root: Path, registered: Registered, diff: Path, place: Path) -> It
                 f"the change on top of {registered.commit[:12]} that {name} was made with does not apply; "
                 "choose another version"
             )
-        yield place / prefix.strip()
+        yield place / prefix.decode().strip()
     finally:
         git(root, "worktree", "remove", "--force", str(place))
         git(root, "worktree", "prune")
@@ -184,7 +186,7 @@ def _freeze(kept: Path, registered: Registered, replay: Paths) -> None:
 
 def _run(stage: str, root: Path) -> None:
     say(f"── {stage} (replay)")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
     done = subprocess.run(
         [sys.executable, "-m", f"tasks.{stage}"],
         cwd=root,

@@ -83,9 +83,10 @@ CPU_HALF_SLOWDOWN = 30  # bfloat16 against float32 on such a CPU (measured)
 # Efficiency of a micro-batch of t tokens is 1 - exp(-t / scale): 0.95 at three times the scale. On CUDA it
 # gives LitGPT's 0.142 s and 0.151 s for one and two rows (some 120 tokens each) of Llama 2 7B LoRA on an A100.
 TOKENS_SCALE = {"cuda": 640, "cpu": 64}
-# A decoder layer's kernels, forward and backward, cannot be launched faster than so many seconds (assumed:
-# about 150 launches of 5 microseconds, and as many again for adapters).
-LAUNCH_SECONDS = {"full": 0.8e-3, "lora": 1.6e-3}
+# A decoder layer's kernels, forward and backward, cannot be launched faster than so many seconds. Measured with
+# this trainer on one H200 host (benchmarks/results/first-light-h200-x1-small-batches.json): a 0.8 B Llama of 18
+# layers at micro-batches too small to fill the card, full tuning in bfloat16 and LoRA in float16.
+LAUNCH_SECONDS = {"full": 4.5e-3, "lora": 11e-3}
 
 NVLINK_LANE = 25e9  # bytes/s one way, NVLink 2 to 4
 NVLINK_EFFICIENCY = 0.65  # Calculon's A100 file

@@ -1,0 +1,44 @@
+"""A version made from uncommitted code is replayed from its commit and the diff that was kept with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks.commands.reproduce import ReproduceReport
+from tasks.contracts import Registration
+from tests.pipeline.workspace import Workspace
+
+pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
+
+
+def test_uncommitted_changes_are_replayed(finished: Workspace, tmp_path: Path) -> None:
+    workspace = finished.copy(tmp_path / "workspace")
+    code = workspace.root / "tasks" / "run_key.py"
+    changed = code.read_text().replace("NUMERICS_VERSION = 1", "NUMERICS_VERSION = 77")
+    assert changed != code.read_text()
+    code.write_text(changed)
+    workspace.change(**{"train.num_train_epochs": 1})
+    workspace.must("dvc", "repro")
+    registered = Registration.read(workspace.root / "reports" / "registration.json")
+    assert registered.version == 2
+    # What lies here now must not matter.
+    code.write_text(changed.replace("77", "78"))
+    workspace.change(**{"train.num_train_epochs": 2})
+    done = workspace.must("elastane", "reproduce", "--json", "models:/elastane@candidate")
+    report = ReproduceReport.model_validate_json(done.stdout)
+    assert report.same
+    assert report.bit_identical
+    assert report.replayed.run_key == registered.run_key
+
+
+def test_a_commit_that_is_gone_is_named(finished: Workspace, tmp_path: Path) -> None:
+    workspace = finished.copy(tmp_path / "workspace")
+    identity = ("-c", "user.name=t", "-c", "user.email=t@t")
+    workspace.must("git", *identity, "commit", "-q", "--amend", "--allow-empty", "-m", "another")
+    workspace.must("git", "reflog", "expire", "--expire=now", "--all")
+    workspace.must("git", "gc", "-q", "--prune=now")
+    done = workspace.run("elastane", "reproduce", "models:/elastane/1")
+    assert done.returncode == 2
+    assert "which this repository lacks; run `git fetch --all`" in done.stderr
