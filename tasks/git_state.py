@@ -33,10 +33,10 @@ class GitState:
     @property
     def described(self) -> str:
         if self.commit is None:
-            return "no git repository"
+            return "outside a git repository"
         changes = " with uncommitted changes" if self.diff.strip() else ""
         missing = f"; {self.unknown} file(s) git does not know are kept nowhere" if self.unknown else ""
-        return self.commit[:12] + changes + missing
+        return f"git {self.commit[:12]}" + changes + missing
 
 
 def git(root: Path, *arguments: str) -> bytes | None:

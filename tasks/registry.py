@@ -146,7 +146,7 @@ def description(
         "",
         f"- Data: {manifest.source}, content `{manifest.content_hash[:12]}`, {manifest.train.rows} rows to train on, "
         f"{manifest.validation.rows} held out, {sum(manifest.rejected.values())} left out.",
-        f"- Run `{report.run_key}`, weights `{report.content_hash[:12]}`, git {commit}.",
+        f"- Run `{report.run_key}`, weights `{report.content_hash[:12]}`, {commit}.",
         *_speed(performance),
         "- Samples beside the base's: `samples.json` in the run. Replay: `elastane reproduce models:/"
         f"{params.register_.model_name}/<version>`.",

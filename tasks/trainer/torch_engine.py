@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ class TorchEngine:
             num_training_steps=total_steps + 1,
         )
         # transformers' schedules begin at rate zero, which would waste the first step: begin one later.
-        self.schedule.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+            self.schedule.step()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
         self.step_clock = StepClock(self.module, plan.device == "cuda")
 

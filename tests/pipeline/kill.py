@@ -40,6 +40,8 @@ def processes(workspace: Workspace, pattern: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "cwd", "status"]):
         line = process.info["cmdline"] or []
+        if pattern == VICTIMS["worker"] and any("torch.distributed" in part for part in line):
+            continue  # torchrun's agent names the worker's module too
         here = process.info["cwd"] == str(workspace.root) and process.info["status"] != psutil.STATUS_ZOMBIE
         if here and any(part == pattern or Path(part).name == pattern for part in line):
             found.append(process)
@@ -56,8 +58,7 @@ def forget_training(workspace: Workspace) -> None:
 
 
 def steps_logged(workspace: Workspace) -> int:
-    logs = list(workspace.root.glob("runs/*/steps.jsonl"))
-    return len(logs[0].read_text().splitlines()) if logs else 0
+    return sum(len(log.read_text().splitlines()) for log in workspace.root.glob("runs/*/steps.jsonl"))
 
 
 def kill_once(workspace: Workspace, victim: str, ranks: int, draw: random.Random, reference: dict) -> Kill:
