@@ -36,14 +36,14 @@ def repository(tmp_path: Path) -> Path:
 def test_outside_a_repository(tmp_path: Path) -> None:
     state = git_state(tmp_path)
     assert (state.commit, state.diff) == (None, b"")
-    assert state.described == "no git repository"
+    assert state.described == "outside a git repository"
 
 
 def test_a_clean_tree_is_its_commit(repository: Path) -> None:
     (repository / "ignored").touch()
     (repository / "dvc.lock").touch()
     state = git_state(repository)
-    assert state.described == git(repository, "rev-parse", "HEAD").decode()[:12]
+    assert state.described == "git " + git(repository, "rev-parse", "HEAD").decode()[:12]
 
 
 def test_a_change_can_be_put_on_its_commit_again(repository: Path, tmp_path: Path) -> None:
