@@ -155,6 +155,7 @@ def _log_reports(params: Params, paths: Paths, report: EvalReport, state: GitSta
     )
     files = [paths.params, paths.root / "dvc.yaml", paths.root / "dvc.lock", paths.manifest, paths.plan]
     files += [paths.hardware, paths.eval_report, paths.train_report, paths.train_performance, paths.samples]
+    files.append(paths.run(report.run_key) / "resolved.json")
     for file in files:
         if file.is_file():
             mlflow.log_artifact(str(file))

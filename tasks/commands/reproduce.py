@@ -110,17 +110,20 @@ def _download(registered: Registered, folder: Path) -> Path:
         for name in ("params.yaml", "git.diff", "eval_report.json", "train_report.json", "plan.json")
     }
     sources["final.json"] = f"models:/{registered.name}/{registered.version}/data/final/manifest.json"
+    # What `auto` meant; a run that was trained elsewhere and pulled is registered without it.
+    optional = {"resolved.json": f"{run}/resolved.json"}
     with heartbeat(f"fetching {registered.name} version {registered.version} from MLflow"):
-        for name, source in sources.items():
+        for name, source in (sources | optional).items():
             try:
-                # Into a folder of its own: a local store hands back its own file, never to be written to.
-                found = download_artifacts(artifact_uri=source)
+                # Copied, since a local store hands back its own file.
+                shutil.copyfile(download_artifacts(artifact_uri=source), folder / name)
             except (MlflowException, OSError) as error:
+                if name in optional:
+                    continue
                 raise UserError(
                     f"{source} is not to be had ({str(error).splitlines()[0]}), and a replay needs it; "
                     "choose a version that `elastane run` registered and whose artifacts are still there"
                 ) from None
-            shutil.copyfile(found, folder / name)
     return folder
 
 
@@ -178,10 +181,13 @@ def _write_params(source: Path, replay: Paths, original: Paths) -> None:
 
 def _freeze(kept: Path, registered: Registered, replay: Paths) -> None:
     """Gives the replay what `auto` meant in the registered run, whatever this machine would choose."""
-    resolved = PlanReport.read(kept / "plan.json").resolved
-    precision = TrainReport.read(kept / "train_report.json").precision
-    frozen = Resolved(precision=precision, token_budget=resolved.token_budget)
-    frozen.write(replay.run(registered.run_key) / "resolved.json")
+    if (kept / "resolved.json").is_file():
+        resolved = Resolved.read(kept / "resolved.json")
+    else:
+        budget = PlanReport.read(kept / "plan.json").resolved.token_budget
+        precision = TrainReport.read(kept / "train_report.json").precision
+        resolved = Resolved(precision=precision, token_budget=budget)
+    resolved.write(replay.run(registered.run_key) / "resolved.json")
 
 
 def _run(stage: str, root: Path) -> None:

@@ -130,7 +130,14 @@ def test_a_version_carries_what_a_reviewer_needs(paths: Paths) -> None:
     assert version.tags["elastane.run_key"] == KEY
     assert version.tags["elastane.data_hash"] == DATA
     assert float(version.tags["elastane.eval_loss"]) == 2.0
-    for words in ("3.0000", "2.0000", DATA[:12], "10 held out", "outside a git repository", "no champion yet"):
+    for words in (
+        "3.0000",
+        "2.0000",
+        DATA[:12],
+        "10 held out",
+        "outside a git repository",
+        "no champion yet",
+    ):
         assert words in version.description, words
     run = client().get_run(result.mlflow_run_id)
     assert run.data.metrics["tuned_loss"] == 2.0
