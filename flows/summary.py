@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
+from flows.embedded import users_server
 from tasks.contracts import EvalReport, PlanReport, Registration, Samples, TrainPerformance, TrainReport
 from tasks.params import Params
 from tasks.paths import Paths
@@ -44,7 +45,7 @@ def summarize(params: Params, paths: Paths, ran: tuple[str, ...]) -> Summary:
         plan=PlanReport.read(paths.plan),
         registration=Registration.read(paths.registration),
         open_mlflow=_mlflow_command(params, paths),
-        open_prefect=_prefect_command(),
+        open_prefect=_prefect_command(paths),
     )
 
 
@@ -66,11 +67,14 @@ def _mlflow_command(params: Params, paths: Paths) -> str:
     return f"{_program('mlflow')} ui --backend-store-uri {shlex.quote(uri)}   # then http://127.0.0.1:5000"
 
 
-def _prefect_command() -> str:
-    url = os.environ.get("PREFECT_API_URL")
-    if url:
-        return f"{url.removesuffix('/api')} in a browser"
-    return f"PREFECT_HOME=$PWD/runs/prefect {_program('prefect')} server start   # then http://127.0.0.1:4200"
+def _prefect_command(paths: Paths) -> str:
+    if users_server():
+        from prefect.settings import PREFECT_UI_URL
+
+        return f"{PREFECT_UI_URL.value()} in a browser"
+    home = os.environ.get("PREFECT_HOME", str(paths.prefect_home))
+    shown = "$PWD/runs/prefect" if home == str(paths.prefect_home) else shlex.quote(home)
+    return f"PREFECT_HOME={shown} {_program('prefect')} server start   # then http://127.0.0.1:4200"
 
 
 def show(summary: Summary, console: Console) -> None:
