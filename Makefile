@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup run test test-all lint repro mlflow-ui prefect-ui clean
+.PHONY: setup run test test-all lint repro mlflow-ui prefect-ui
 
 setup: $(STAMP)
 

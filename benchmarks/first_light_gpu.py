@@ -83,9 +83,7 @@ def make_rows(file: Path, rows: int) -> None:
 def make_workspace(root: Path, model: Path, changes: dict[str, Any], rows: int) -> None:
     from tests.tiny import REPOSITORY, write_params
 
-    shutil.copytree(
-        REPOSITORY, root, ignore=shutil.ignore_patterns(".git", ".whl", ".venv", "runs", "tests", "docs")
-    )
+    shutil.copytree(REPOSITORY, root, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "tests", "docs"))
     make_rows(root / "data" / "raw" / "rows.json", rows)
     write_params(root, **{**BASE, "model.name_or_path": str(model), **changes})
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)

@@ -36,7 +36,7 @@ def _is_our_fault(task_: Any, run: TaskRun, state: State[Any]) -> bool:
     try:
         state.result()
     except StageFailed as error:
-        return not error.users_mistake
+        return error.retry
     except BaseException:  # noqa: BLE001  (whatever else ended the task may be retried)
         return True
     return False

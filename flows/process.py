@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from tasks.contracts import StageStatus
-from tasks.errors import USER_ERROR_EXIT_CODE
+from tasks.errors import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from tasks.paths import Paths
 from tasks.stage import die_with_parent, say
 
@@ -30,6 +30,11 @@ class StageFailed(RuntimeError):
     @property
     def users_mistake(self) -> bool:
         return self.code == USER_ERROR_EXIT_CODE
+
+    @property
+    def retry(self) -> bool:
+        """Neither a mistake nor a wish to stop gets better by trying again."""
+        return self.code not in (USER_ERROR_EXIT_CODE, PREEMPTED_EXIT_CODE)
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
         return type(self), (self.stage, self.code, self.message)

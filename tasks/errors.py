@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 USER_ERROR_EXIT_CODE = 2
+# The train stage was told to stop and has saved: run it again to go on (EX_TEMPFAIL of sysexits.h).
+PREEMPTED_EXIT_CODE = 75
 
 
 class UserError(ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def _log_model(paths: Paths, name: str) -> str:
         name="model",
         loader_module=served_model.__name__,
         data_path=str(paths.final),
-        pip_requirements=["elastane"],
+        pip_requirements=[f"{name}=={version(name)}" for name in ("torch", "transformers", "peft")],
         registered_model_name=name,
         input_example=None,
     )

@@ -81,7 +81,8 @@ def stage_main(stage: str, run: Callable[[Params, Paths], object]) -> None:
         sys.exit(USER_ERROR_EXIT_CODE)
     except BaseException as error:
         with suppress(OSError):
-            status("failed", 1, f"{type(error).__name__}: {error}")
+            code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+            status("failed", code, f"{type(error).__name__}: {error}")
         raise
     status("succeeded", 0, "")
 

@@ -24,7 +24,7 @@ from tasks.contracts import (
     TrainPerformance,
     TrainReport,
 )
-from tasks.errors import UserError
+from tasks.errors import PREEMPTED_EXIT_CODE, UserError
 from tasks.params import Params
 from tasks.paths import Paths
 from tasks.run_key import run_key
@@ -122,7 +122,11 @@ def _newest_step(run: Path) -> int | None:
 def launch(plan: Plan, hardware: HardwareProfile, run: Path, paths: Paths) -> int:
     """Starts torchrun with one worker a device and waits; returns its exit code.
 
-    SIGTERM and SIGUSR1 are handed on: the workers save, then end.
+    SIGTERM and SIGUSR1 are handed on (as SIGTERM, the one that torchrun passes to its workers): they save and
+    end, and this process with them.
+
+    Raises:
+        SystemExit: with code 75 after such a signal.
     """
     environment = dict(os.environ)
     threads = max(1, hardware.cpu_cores // plan.world_size)
@@ -138,15 +142,22 @@ def launch(plan: Plan, hardware: HardwareProfile, run: Path, paths: Paths) -> in
     ]
     agent = subprocess.Popen(command, cwd=paths.root, env=environment, preexec_fn=die_with_parent)  # noqa: PLW1509
 
+    told: list[int] = []
+
     def hand_on(number: int, frame: object) -> None:
-        agent.send_signal(number)
+        told.append(number)
+        agent.send_signal(signal.SIGTERM)
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        return agent.wait()
+        code = agent.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if told and code:
+        say("train: stopped by a signal, its state is saved; the next run goes on from there")
+        raise SystemExit(PREEMPTED_EXIT_CODE)
+    return code
 
 
 def _take_over(paths: Paths, run: Path) -> None:

@@ -20,6 +20,7 @@ from tasks.params import Params
 from tasks.paths import Paths
 from tasks.registry import Registered, find_registered
 from tasks.stage import die_with_parent, heartbeat, say
+from tasks.train import FROM_SCRATCH
 
 STAGES = ("prepare_data", "probe_hardware", "select_strategy", "train", "evaluate")
 LOSS_TOLERANCE = 1e-5
@@ -188,6 +189,8 @@ def _freeze(kept: Path, registered: Registered, replay: Paths) -> None:
         precision = TrainReport.read(kept / "train_report.json").precision
         resolved = Resolved(precision=precision, token_budget=budget)
     resolved.write(replay.run(registered.run_key) / "resolved.json")
+    # A remote that has the answer must not be asked for it.
+    (replay.run(registered.run_key) / FROM_SCRATCH).touch()
 
 
 def _run(stage: str, root: Path) -> None:

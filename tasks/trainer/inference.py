@@ -56,7 +56,7 @@ def score(model: PreTrainedModel, split: Split, rows: Sequence[int], batch_size:
         range(0, len(ordered), batch_size),
         desc=f"evaluate {label}",
         unit="batch",
-        mininterval=0.5 if sys.stderr.isatty() else 5,
+        mininterval=0.5 if sys.stderr.isatty() else 2,
     ):
         batch = collate(split, MicroBatch(tuple(ordered[start : start + batch_size]), True))
         ids, labels = batch.input_ids.to(model.device), batch.labels.to(model.device)

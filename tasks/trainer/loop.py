@@ -16,6 +16,7 @@ from tqdm import tqdm
 from tasks.contracts import CheckpointManifest, Plan, Precision
 from tasks.data.order import MicroBatch, SampleOrder, deal
 from tasks.data.prepared import Split
+from tasks.errors import PREEMPTED_EXIT_CODE
 from tasks.params import TrainParams
 from tasks.trainer.checkpoint import load_newest, save_checkpoint
 from tasks.trainer.engine import Batch, Engine, StepResult
@@ -23,8 +24,6 @@ from tasks.trainer.guards import StopSignals, check_finite
 from tasks.trainer.performance import Stopwatch
 from tasks.trainer.run_state import StepLog, StepRecord
 from tasks.trainer.tracking import Tracker
-
-PREEMPTED_EXIT_CODE = 75
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def train_loop(
         unit="step",
         disable=job.rank != 0,
         file=sys.stderr,
-        mininterval=0.5 if sys.stderr.isatty() else 5,
+        mininterval=0.5 if sys.stderr.isatty() else 2,
         dynamic_ncols=True,
     )
     saved_at = time.monotonic()

@@ -6,7 +6,7 @@ import csv
 import json
 from pathlib import Path
 
-from tasks.contracts import Contract, Resolved
+from tasks.contracts import Contract, Resolved, write_text
 
 CURVE_COLUMNS = ("step", "loss", "grad_norm", "learning_rate")
 
@@ -46,7 +46,7 @@ class StepLog:
     def cut(self, steps: int) -> None:
         """Keeps the first `steps` steps."""
         kept = [record.model_dump_json() + "\n" for record in self.read()[:steps]]
-        self.path.write_text("".join(kept), encoding="utf-8")
+        write_text(self.path, "".join(kept))
 
     def append(self, record: StepRecord) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -76,5 +76,5 @@ def count_start(run: Path) -> int:
     """How often this run was started, this time included."""
     path = run / "starts"
     starts = int(path.read_text()) + 1 if path.is_file() else 1
-    path.write_text(str(starts))
+    write_text(path, str(starts))
     return starts
