@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.stage import die_with_parent, heartbeat
 
@@ -46,7 +47,15 @@ def prefect_api(paths: Paths) -> Iterator[None]:
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     if users_server():
         with heartbeat("asking the Prefect server"):
-            _first_call()
+            import httpx
+
+            try:
+                _first_call()
+            except httpx.HTTPError as error:
+                raise UserError(
+                    f"the Prefect server does not answer ({error}); start it, or unset PREFECT_API_URL (or the "
+                    "profile that names it) to run without one"
+                ) from None
         yield
         return
     home = Path(os.environ.setdefault("PREFECT_HOME", str(paths.prefect_home)))
