@@ -8,7 +8,7 @@ import json
 from tasks.contracts import BaseModelRef, DataManifest
 from tasks.params import Params
 
-# Bumped whenever a golden-loss test changes, so that a mended loss retrains.
+# Bumped whenever what a step computes changes (loss, order, optimizer), so that a mended loss retrains.
 NUMERICS_VERSION = 1
 
 # Keys of `train` that change when work is saved, not what is learned.

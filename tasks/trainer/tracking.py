@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from tasks.contracts import Plan, write_text
 from tasks.params import Params
@@ -94,9 +93,3 @@ class Tracker:
                 ]
             if pending:
                 client.log_batch(run_id, metrics=pending)
-
-
-def known_run_id(run: Path) -> str | None:
-    """The MLflow run of runs/<RunKey>, if the trainer made one."""
-    path = run / RUN_ID_FILE
-    return path.read_text() if path.is_file() else None
