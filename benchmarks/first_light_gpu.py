@@ -15,6 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -162,8 +163,24 @@ def main() -> None:
     )
     parser.add_argument("--variants", default="lora,full,lora-float16,lora-float32")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="first-light-") as work:
+        found = measure(Path(work), options)
+    path = write("first-light-gpu", {"variants": found}, options.out)
+    print(
+        json.dumps(
+            {
+                k: {x: y for x, y in v.items() if x != "curve"} if isinstance(v, dict) else v
+                for k, v in found.items()
+            },
+            indent=1,
+        )
+    )
+    print(path)
+
+
+def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures by variant; those so far are written after each, since a rented GPU may go."""
     wanted = options.variants.split(",")
-    work = Path("/tmp/first-light")
     make_model(work / "model")
     found: dict[str, Any] = {}
     for name, changes in {"lora": {}, **VARIANTS}.items():
@@ -178,17 +195,7 @@ def main() -> None:
         found["lora-float32-single"] = run_variant(work / "pinned", whole=False)
         pairs = zip(found["lora-float32"]["curve"], found["lora-float32-single"]["curve"], strict=True)
         found["largest_relative_loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
-    path = write("first-light-gpu", {"variants": found}, options.out)
-    print(
-        json.dumps(
-            {
-                k: {x: y for x, y in v.items() if x != "curve"} if isinstance(v, dict) else v
-                for k, v in found.items()
-            },
-            indent=1,
-        )
-    )
-    print(path)
+    return found
 
 
 if __name__ == "__main__":

@@ -86,29 +86,23 @@ def run(
 
 
 @app.command()
-def probe(json: Json = False) -> None:
+def probe(
+    measure: Annotated[bool, typer.Option("--measure", help="Measure speeds too, once a machine.")] = False,
+    json: Json = False,
+) -> None:
     """What hardware is here, as the planner sees it."""
-    params, _ = _here()
+    params, paths = _here()
+    from tasks.commands.probe import document, lines
+    from tasks.probe.rates import cached_rates
     from tasks.probe_hardware import read_machine
 
     profile = read_machine(params.probe_hardware.device, os.environ, Path("/"))
-    if json:
-        print(profile.to_json(), end="")
-        return
-    print(f"device    {profile.device}")
-    for index, gpu in enumerate(profile.gpus):
-        major, minor = gpu.compute_capability
-        print(
-            f"gpu {index}     {gpu.name}, {gpu.memory_bytes / 2**30:.1f} GiB, compute capability {major}.{minor}"
-        )
-    for link in profile.links:
-        lanes = f" ({link.nvlinks} lanes)" if link.nvlinks else ""
-        print(f"link      gpu {link.a} - gpu {link.b}: {link.kind}{lanes}")
-    print(f"cpu       {profile.cpu_name}, {profile.cpu_cores} cores")
-    print(f"memory    {profile.host_memory_bytes / 2**30:.1f} GiB ({profile.host_memory_source})")
-    print(f"/dev/shm  {profile.shm_bytes / 2**30:.1f} GiB")
-    for note in profile.notes:
-        print(f"note      {note}")
+    rates = cached_rates(profile) if measure else None
+    if measure and rates is None:
+        from tasks.commands.measure import measured_rates
+
+        rates = measured_rates(profile, paths.root)
+    print(document(profile, rates) if json else "\n".join(lines(profile, rates)))
 
 
 @app.command()

@@ -1,12 +1,20 @@
-"""The deployment: the flow on a schedule, one run at a time, in a process work pool."""
+"""The deployment: the flow on a schedule, one run at a time, in a process work pool.
+
+It is called finetune/<name of the workspace's folder>; prefect.yaml keeps to the same rule.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.embedded import users_server
 from tasks.errors import UserError
 from tasks.paths import Paths
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 POOL = "elastane"
 
@@ -18,7 +26,8 @@ def deploy(paths: Paths, cron: str | None) -> str:
     finds the same work, and a queue of stale runs helps nobody.
 
     Raises:
-        UserError: no Prefect server is configured or it does not answer, or the schedule is no cron.
+        UserError: no Prefect server is configured or it does not answer, the schedule is no cron, or the
+            folder's name cannot be a deployment's or is one already.
     """
     if not users_server():
         raise UserError(
@@ -34,12 +43,15 @@ def deploy(paths: Paths, cron: str | None) -> str:
     from prefect.flows import Flow
     from prefect.schedules import Cron
 
+    name = _name(paths)
     try:
-        with get_client(sync_client=True) as client, suppress(ObjectAlreadyExists):
-            client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=1))
+        with get_client(sync_client=True) as client:
+            _refuse_anothers(client, name, paths)
+            with suppress(ObjectAlreadyExists):
+                client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=1))
         flow = Flow.from_source(str(paths.root), entrypoint="flows/finetune.py:finetune")
         flow.deploy(
-            name=paths.root.name,
+            name=name,
             work_pool_name=POOL,
             schedule=Cron(cron) if cron else None,
             parameters={"workspace": str(paths.root)},
@@ -54,10 +66,36 @@ def deploy(paths: Paths, cron: str | None) -> str:
         raise UserError(
             f"the Prefect server does not answer ({error}); start it, or mend PREFECT_API_URL"
         ) from None
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"--cron {cron!r} is no schedule ({error}); write it as '0 3 * * *'") from None
     when = f"on '{cron}'" if cron else "when asked"
     return (
-        f"deployed finetune/{paths.root.name} {when}; start a worker with "
-        f"`prefect worker start --pool {POOL}`, run once now with `prefect deployment run finetune/{paths.root.name}`"
+        f"deployed finetune/{name} {when}; start a worker with "
+        f"`prefect worker start --pool {POOL}`, run once now with `prefect deployment run 'finetune/{name}'`"
     )
+
+
+def _name(paths: Paths) -> str:
+    from prefect.types import BANNED_CHARACTERS
+
+    name = paths.root.name
+    if not name or any(character in name for character in BANNED_CHARACTERS):
+        raise UserError(
+            f"a deployment is named after its folder, and Prefect takes no {' '.join(BANNED_CHARACTERS)} in a name "
+            f"({name!r}); rename the folder"
+        )
+    return name
+
+
+def _refuse_anothers(client: SyncPrefectClient, name: str, paths: Paths) -> None:
+    from prefect.exceptions import ObjectNotFound
+
+    with suppress(ObjectNotFound):
+        there = client.read_deployment_by_name(f"finetune/{name}").parameters.get("workspace")
+        if there is not None and Path(there).resolve() != paths.root.resolve():
+            raise UserError(
+                f"finetune/{name} at this Prefect server belongs to {there}, and a deployment is named after its "
+                f"folder; rename this folder or, if that one is gone, run `prefect deployment delete 'finetune/{name}'`"
+            )

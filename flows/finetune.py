@@ -14,10 +14,13 @@ from prefect.states import State
 from flows.artifacts import publish_plan, publish_result
 from flows.process import StageFailed, run_stage
 from flows.workspace import flow_lock, prepare_stores
-from tasks.contracts import BaseModelRef, DataManifest
+from tasks.contracts import BaseModelRef, DataManifest, Registration
 from tasks.params import Params, read_params
 from tasks.paths import Paths
+from tasks.registry import what_is_missing
 from tasks.run_key import run_key
+from tasks.stage import say
+from tasks.tracking_store import StoreOutOfReach
 from tasks.train import FROM_SCRATCH
 
 TRAIN_RETRIES = 2
@@ -32,14 +35,9 @@ class Outcome:
 
 
 def _is_our_fault(task_: Any, run: TaskRun, state: State[Any]) -> bool:
-    """Retry faults of machine or program, never a user's mistake."""
-    try:
-        state.result()
-    except StageFailed as error:
-        return error.retry
-    except BaseException:  # noqa: BLE001  (whatever else ended the task may be retried)
-        return True
-    return False
+    """Retries a stage that failed by no mistake, and a machine that could not start it; nothing else."""
+    error = state.result(raise_on_failure=False)
+    return error.retry if isinstance(error, StageFailed) else isinstance(error, OSError)
 
 
 @task(name="prepare_data")
@@ -76,9 +74,24 @@ def evaluate(root: Path) -> bool:
 
 @task(name="register")
 def register(root: Path) -> bool:
-    ran = run_stage(root, "register")
+    ran = run_stage(root, "register") or _register_again(Paths(root))
     publish_result(Paths(root))
     return ran
+
+
+def _register_again(paths: Paths) -> bool:
+    """Runs a stage that DVC holds for up to date, if MLflow's store has lost what it registered."""
+    try:
+        missing = what_is_missing(
+            Registration.read(paths.registration), read_params(paths.params).register_, paths
+        )
+    except StoreOutOfReach as error:
+        say(f"── register: {error}; nobody looked whether the version is still there")
+        return False
+    if missing is None:
+        return False
+    say(f"── register: {missing}, so it is registered again")
+    return run_stage(paths.root, "register", force=True)
 
 
 STAGE_TASKS = (prepare_data, probe_hardware, select_strategy, train, evaluate, register)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from tasks.errors import UserError
+from tasks.locks import held_alone
 from tasks.params import Params
 from tasks.paths import Paths
-from tasks.stage import heartbeat
+from tasks.stage import heartbeat, say
 from tasks.tracking_store import tracking_uri
 
 
@@ -24,30 +24,26 @@ def flow_lock(paths: Paths) -> Iterator[None]:
     Raises:
         UserError: another flow holds it.
     """
-    paths.flow_lock.parent.mkdir(parents=True, exist_ok=True)
-    with paths.flow_lock.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(
-                f"process {file.read().strip() or '?'} already runs the pipeline in {paths.root}, and a workspace "
-                "has room for one; wait for it, or stop it"
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+    with held_alone(
+        paths.flow_lock,
+        lambda holder: (
+            f"process {holder} already runs the pipeline in {paths.root}, and a workspace has room for one; "
+            "wait for it, or stop it"
+        ),
+    ):
         yield
 
 
 def prepare_stores(params: Params, paths: Paths) -> None:
-    """Makes DVC's folder and MLflow's SQLite store once, before several processes would race to.
+    """Makes DVC's folder usable and MLflow's SQLite store, once, before several processes would race to.
 
     Raises:
-        UserError: neither git nor a DVC folder is here, and DVC cannot make one.
+        UserError: DVC cannot be set up here.
     """
     if not (paths.root / ".dvc").is_dir():
         _init_dvc(paths)
+    elif not _under_git(paths.root):
+        _do_without_git(paths)
     uri = tracking_uri(params.register_, paths)
     if uri == f"sqlite:///{paths.mlflow_db}" and not paths.mlflow_db.is_file():
         with heartbeat("making MLflow's store (once)"):
@@ -61,12 +57,35 @@ def prepare_stores(params: Params, paths: Paths) -> None:
 
 
 def _init_dvc(paths: Paths) -> None:
-    command = [sys.executable, "-m", "dvc", "init", "-q"]
-    if shutil.which("git") is None or not (paths.root / ".git").exists():
-        command.append("--no-scm")
-    done = subprocess.run(command, cwd=paths.root, capture_output=True, text=True, check=False)
+    without = shutil.which("git") is None or not (paths.root / ".git").exists()
+    _must(paths, "init", "-q", *(["--no-scm"] if without else []))
+
+
+def _under_git(folder: Path) -> bool:
+    """Whether DVC finds a repository in `folder` or above it."""
+    return any((place / ".git").exists() for place in (folder, *folder.parents))
+
+
+def _do_without_git(paths: Paths) -> None:
+    """The shipped DVC folder expects git; an unpacked source archive has none, and DVC must be told."""
+    if _dvc(paths, "config", "core.no_scm").stdout.strip() == "true":
+        return
+    _must(paths, "config", "--local", "core.no_scm", "true")
+    say(
+        "there is no git repository here, so DVC is told to do without (core.no_scm=true in .dvc/config.local; "
+        "delete that line after `git init`); a registered version will name no commit"
+    )
+
+
+def _must(paths: Paths, *arguments: str) -> None:
+    done = _dvc(paths, *arguments)
     if done.returncode:
         raise UserError(
             f"DVC could not be set up in {paths.root} ({done.stderr.strip() or done.stdout.strip()}); "
-            "run `dvc init` there and look at what it says"
+            f"run `dvc {' '.join(arguments)}` there and look at what it says"
         )
+
+
+def _dvc(paths: Paths, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dvc", *arguments]
+    return subprocess.run(command, cwd=paths.root, capture_output=True, text=True, check=False)

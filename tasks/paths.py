@@ -131,3 +131,8 @@ def cache_folder() -> Path:
         os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "elastane"
     )
     return Path(base)
+
+
+def rates_file(identity: str) -> Path:
+    """Rates measured on the machine of this identity."""
+    return cache_folder() / "rates" / f"{identity}.json"

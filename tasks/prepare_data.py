@@ -199,7 +199,8 @@ def _encode(
     from tasks.data.store import Prepared
     from tasks.data.templates import encode, load_tokenizer
 
-    tokenizer = load_tokenizer(paths.base, params.model.name_or_path)
+    model = params.model
+    tokenizer = load_tokenizer(paths.base, model.name_or_path, model.trust_remote_code)
     quiet = 0.5 if sys.stderr.isatty() else 5
     kept: dict[str, list[Prepared]] = {}
     for name, rows in splits.items():

@@ -26,6 +26,7 @@ from tasks.registry import (
     CONTENT,
     DATA,
     LOSS,
+    ROWS,
     RUN_KEY,
     description,
     find_champion,
@@ -95,6 +96,7 @@ def _register(params: Params, paths: Paths, report: EvalReport, state: GitState,
         CONTENT: report.content_hash,
         DATA: report.data_hash,
         LOSS: repr(report.tuned.loss),
+        ROWS: str(report.rows),
     }
     for key, value in tags.items():
         client.set_model_version_tag(name, version, key, value)

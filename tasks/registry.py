@@ -6,21 +6,23 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasks.contracts import DataManifest, EvalReport, TrainPerformance, TrainReport
+from tasks.contracts import DataManifest, EvalReport, Registration, TrainPerformance, TrainReport
 from tasks.errors import UserError
 from tasks.params import Params, RegisterParams
 from tasks.paths import Paths
-from tasks.tracking_store import open_store
+from tasks.stage import heartbeat
+from tasks.tracking_store import StoreOutOfReach, open_store, reader, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-RUN_KEY, CONTENT, DATA, LOSS = (
+RUN_KEY, CONTENT, DATA, LOSS, ROWS = (
     "elastane.run_key",
     "elastane.content_hash",
     "elastane.data_hash",
     "elastane.eval_loss",
+    "elastane.eval_rows",
 )
 COMMIT = "elastane.git_commit"
 MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<number>\d+)|@(?P<alias>[^/@]+))")
@@ -28,11 +30,25 @@ MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<number>\d+)|@(?P<alias>
 
 @dataclass(frozen=True)
 class Champion:
-    """The version that carries the alias `champion`."""
+    """The version that carries the alias `champion`, and what its loss was taken on; None where it says nothing.
+
+    The first `rows` held-out rows of the data are always the same ones, so data and number name them.
+    """
 
     version: str
     data_hash: str | None
+    rows: int | None
     loss: float | None
+
+    def incomparable(self, report: EvalReport) -> str | None:
+        """Why its loss says nothing beside the report's, or None."""
+        if self.data_hash != report.data_hash:
+            return "it was judged on other data"
+        if self.loss is None or self.rows is None:
+            return "it does not say on how many held-out rows it was judged; register it again"
+        if self.rows != report.rows:
+            return f"it was judged on {self.rows} held-out rows and this model on {report.rows} (evaluate.max_rows)"
+        return None
 
 
 def find_version(client: MlflowClient, name: str, run_key: str, content_hash: str) -> ModelVersion | None:
@@ -44,6 +60,45 @@ def find_version(client: MlflowClient, name: str, run_key: str, content_hash: st
     return None
 
 
+def what_is_missing(registration: Registration, register: RegisterParams, paths: Paths) -> str | None:
+    """What registration.json names and the store does not hold, in words; None when all is there.
+
+    DVC sees files alone: a store that was deleted, or is another one now, changes none of them.
+
+    Raises:
+        StoreOutOfReach: the store does not answer.
+    """
+    uri = tracking_uri(register, paths)
+    with heartbeat("asking MLflow for what was registered"):
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            client = reader(register, paths)
+            return _missing(client, registration, uri)
+        except (MlflowException, SQLAlchemyError, OSError) as error:
+            raise StoreOutOfReach(uri, error) from None
+
+
+def _missing(client: MlflowClient, registration: Registration, uri: str) -> str | None:
+    from mlflow.exceptions import MlflowException
+
+    what = f"the run {registration.mlflow_run_id}"
+    try:
+        if client.get_run(registration.mlflow_run_id).info.lifecycle_stage != "active":
+            return f"{what} was deleted from {uri}"
+        if registration.version is None:
+            return None
+        what = f"{registration.model_name} version {registration.version} of these weights"
+        version = client.get_model_version(registration.model_name, str(registration.version))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return f"{what} is not in {uri}"
+    same = version.tags.get(CONTENT) == registration.content_hash
+    return None if same else f"{what} is not in {uri}"
+
+
 @dataclass(frozen=True)
 class Registered:
     """A registered version, as its tags and its run tell it; `commit` is empty outside a git repository."""
@@ -53,6 +108,7 @@ class Registered:
     run_id: str
     run_key: str
     content_hash: str
+    data_hash: str
     loss: float
     commit: str
 
@@ -85,7 +141,7 @@ def find_registered(register: RegisterParams, paths: Paths, uri: str) -> Registe
             f"{uri} is not in the registry ({str(error).splitlines()[0]}); "
             f"there is {', '.join(known) or 'no version of that name yet: `elastane run` registers one'}"
         ) from None
-    if run is None or not {RUN_KEY, CONTENT, LOSS} <= version.tags.keys():
+    if run is None or not {RUN_KEY, CONTENT, DATA, LOSS} <= version.tags.keys():
         raise UserError(
             f"{uri} was not registered by elastane, so it does not say how it was made; name another"
         )
@@ -95,6 +151,7 @@ def find_registered(register: RegisterParams, paths: Paths, uri: str) -> Registe
         run_id=str(version.run_id),
         run_key=version.tags[RUN_KEY],
         content_hash=version.tags[CONTENT],
+        data_hash=version.tags[DATA],
         loss=float(version.tags[LOSS]),
         commit=run.data.tags.get(COMMIT, ""),
     )
@@ -107,8 +164,13 @@ def find_champion(client: MlflowClient, name: str) -> Champion | None:
         version = client.get_model_version_by_alias(name, "champion")
     except MlflowException:
         return None
-    loss = version.tags.get(LOSS)
-    return Champion(str(version.version), version.tags.get(DATA), float(loss) if loss else None)
+    loss, rows = version.tags.get(LOSS), version.tags.get(ROWS)
+    return Champion(
+        version=str(version.version),
+        data_hash=version.tags.get(DATA),
+        rows=int(rows) if rows else None,
+        loss=float(loss) if loss else None,
+    )
 
 
 def refusal(report: EvalReport, least: float) -> str | None:
@@ -157,11 +219,10 @@ def description(
 def _champion_row(report: EvalReport, champion: Champion | None) -> list[str]:
     if champion is None:
         return ["", "There is no champion yet."]
-    if champion.data_hash != report.data_hash or champion.loss is None:
-        return [
-            "",
-            f"The champion is version {champion.version}; it was judged on other data: not comparable.",
-        ]
+    reason = champion.incomparable(report)
+    if reason:
+        return ["", f"The champion is version {champion.version}: not comparable because {reason}."]
+    assert champion.loss is not None
     better = "better" if report.tuned.loss < champion.loss else "not better"
     return [f"| champion (version {champion.version}) | {champion.loss:.4f} | this model is {better} |"]
 

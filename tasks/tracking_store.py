@@ -5,13 +5,27 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tasks.errors import UserError
 from tasks.params import RegisterParams
 from tasks.paths import Paths
 from tasks.stage import heartbeat
 
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
 RUN_KEY_TAG = "elastane.run_key"
+
+
+class StoreOutOfReach(UserError):
+    """The MLflow store does not answer."""
+
+    def __init__(self, uri: str, error: Exception) -> None:
+        super().__init__(
+            f"the MLflow store {uri} cannot be used ({str(error).splitlines()[0]}); "
+            "mend register.tracking_uri (or MLFLOW_TRACKING_URI) or start the server, then run again"
+        )
 
 
 def tracking_uri(register: RegisterParams, paths: Paths) -> str:
@@ -29,8 +43,7 @@ def connect(register: RegisterParams, paths: Paths) -> str:
     """
     import mlflow
 
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    _quiet()
     uri = tracking_uri(register, paths)
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
@@ -46,14 +59,33 @@ def connect(register: RegisterParams, paths: Paths) -> str:
     return str(identity)
 
 
+def reader(register: RegisterParams, paths: Paths) -> MlflowClient:
+    """A client that reads the store and makes nothing in it; this process's default store stays as it is."""
+    from mlflow import MlflowClient
+
+    _quiet()
+    _impatient()
+    uri = tracking_uri(register, paths)
+    return MlflowClient(uri, registry_uri=uri)
+
+
+def _quiet() -> None:
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _impatient() -> None:
+    # MLflow's own patience with a server that is not there is over two minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+
+
 def open_store(register: RegisterParams, paths: Paths) -> str:
     """`connect` for a stage or command that cannot go on without the store.
 
     Raises:
-        UserError: the store is out of reach.
+        StoreOutOfReach: just that.
     """
-    # MLflow's own patience with a server that is not there is over two minutes.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    _impatient()
     with heartbeat("opening MLflow"):
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
@@ -61,10 +93,7 @@ def open_store(register: RegisterParams, paths: Paths) -> str:
         try:
             return connect(register, paths)
         except (MlflowException, SQLAlchemyError, OSError) as error:
-            raise UserError(
-                f"the MLflow store {tracking_uri(register, paths)} cannot be used ({str(error).splitlines()[0]}); "
-                "mend register.tracking_uri (or MLFLOW_TRACKING_URI) or start the server, then run again"
-            ) from None
+            raise StoreOutOfReach(tracking_uri(register, paths), error) from None
 
 
 def find_run(experiment_id: str, run_key: str) -> str | None:

@@ -71,7 +71,8 @@ def _reopen(paths: Paths, folder: Path, adapter_only: bool):  # type: ignore[no-
     if adapter_only:
         model = PeftModel.from_pretrained(loading.load_base(paths, dtype), folder)
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        trusted = loading.read_final(paths).base.trust_remote_code
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted)
     return model.to(loading.device()).eval()
 
 

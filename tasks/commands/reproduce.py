@@ -11,9 +11,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from tasks.contracts import Contract, EvalReport, FinalManifest, PlanReport, Resolved, TrainReport
+from tasks.commands.replay_inputs import write_params
+from tasks.contracts import (
+    BaseModelRef,
+    Contract,
+    DataManifest,
+    EvalReport,
+    FinalManifest,
+    PlanReport,
+    Resolved,
+    TrainReport,
+)
 from tasks.errors import USER_ERROR_EXIT_CODE, UserError
 from tasks.git_state import git
 from tasks.params import Params
@@ -31,7 +40,8 @@ NOT_HANDED_ON = {"PYTHONPATH", "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "ML
 class ReproduceReport(Contract):
     """A registered version beside its replay.
 
-    `same`: data and base equal, and the tuned loss within LOSS_TOLERANCE (relative). `bit_identical`:
+    `mismatch` says which input is another one; the replay then ends before training, and what it would have
+    found is None. `same`: no mismatch, and the tuned loss within LOSS_TOLERANCE (relative). `bit_identical`:
     the weights as well, which only the same plan on the same kind of hardware promises.
     """
 
@@ -39,35 +49,44 @@ class ReproduceReport(Contract):
     version: int
     commit: str
     registered: EvalReport
-    replayed: EvalReport
+    replayed: EvalReport | None
+    registered_data: str
+    replayed_data: str
     registered_base: str
     replayed_base: str
     registered_plan: str
-    replayed_plan: str
-    loss_difference: float
+    replayed_plan: str | None
+    mismatch: str | None
+    loss_difference: float | None
     same: bool
     bit_identical: bool
 
     def table(self) -> str:
         """What was compared, one line each, and the verdict."""
         pairs = {
-            "data": (self.registered.data_hash[:16], self.replayed.data_hash[:16]),
+            "data": (self.registered_data[:16], self.replayed_data[:16]),
             "base model": (self.registered_base[:16], self.replayed_base[:16]),
-            "run key": (self.registered.run_key, self.replayed.run_key),
-            "weights": (self.registered.content_hash[:16], self.replayed.content_hash[:16]),
-            "base loss": (f"{self.registered.base.loss:.6f}", f"{self.replayed.base.loss:.6f}"),
-            "tuned loss": (f"{self.registered.tuned.loss:.6f}", f"{self.replayed.tuned.loss:.6f}"),
-            "plan": (self.registered_plan, self.replayed_plan),
         }
+        old, new = self.registered, self.replayed
+        if new is not None and self.replayed_plan is not None:
+            pairs |= {
+                "run key": (old.run_key, new.run_key),
+                "weights": (old.content_hash[:16], new.content_hash[:16]),
+                "base loss": (f"{old.base.loss:.6f}", f"{new.base.loss:.6f}"),
+                "tuned loss": (f"{old.tuned.loss:.6f}", f"{new.tuned.loss:.6f}"),
+                "plan": (self.registered_plan, self.replayed_plan),
+            }
         lines = [f"{'':<12}{'registered':<26}{'replayed':<26}"]
         lines += [
-            f"{name:<12}{old:<26}{new:<26}{'equal' if old == new else 'differs'}"
-            for name, (old, new) in pairs.items()
+            f"{name:<12}{one:<26}{two:<26}{'equal' if one == two else 'differs'}"
+            for name, (one, two) in pairs.items()
         ]
         return "\n".join([*lines, self.verdict()])
 
     def verdict(self) -> str:
         name = f"{self.uri} (commit {self.commit[:12]})"
+        if self.mismatch:
+            return f"{name} was NOT reproduced: {self.mismatch}; nothing was trained, since it would be another model"
         if not self.same:
             return f"{name} was NOT reproduced: tuned loss differs by {self.loss_difference:.1e} (relative)"
         if self.bit_identical:
@@ -93,10 +112,13 @@ def reproduce(params: Params, paths: Paths, uri: str) -> ReproduceReport:
         kept = _download(registered, Path(folder) / "registered")
         with _worktree(paths.root, registered, kept / "git.diff", Path(folder) / "worktree") as root:
             replay = Paths(root)
-            _write_params(kept / "params.yaml", replay, paths)
+            base = FinalManifest.read(kept / "final.json").base
+            write_params(kept / "params.yaml", base, paths, replay)
             _freeze(kept, registered, replay)
             for stage in STAGES:
                 _run(stage, root)
+                if stage == "prepare_data" and _mismatch(registered, base, kept, replay):
+                    break
             return _compare(uri, registered, kept, replay)
 
 
@@ -108,7 +130,14 @@ def _download(registered: Registered, folder: Path) -> Path:
     run = f"runs:/{registered.run_id}"
     sources = {
         name: f"{run}/{name}"
-        for name in ("params.yaml", "git.diff", "eval_report.json", "train_report.json", "plan.json")
+        for name in (
+            "params.yaml",
+            "git.diff",
+            "manifest.json",
+            "eval_report.json",
+            "train_report.json",
+            "plan.json",
+        )
     }
     sources["final.json"] = f"models:/{registered.name}/{registered.version}/data/final/manifest.json"
     # What `auto` meant; a run that was trained elsewhere and pulled is registered without it.
@@ -162,24 +191,6 @@ def _worktree(root: Path, registered: Registered, diff: Path, place: Path) -> It
         git(root, "worktree", "prune")
 
 
-def _write_params(source: Path, replay: Paths, original: Paths) -> None:
-    """The registered params.yaml; files git does not hold are taken from the original workspace.
-
-    Curves go to a store of the replay's own, so the registered run's page stays as it is.
-    """
-    from ruamel.yaml import YAML
-
-    yaml = YAML()
-    raw: dict[str, Any] = yaml.load(source.read_text(encoding="utf-8"))
-    for section, key in (("prepare_data", "source"), ("model", "name_or_path")):
-        said = Path(raw[section][key]).expanduser()
-        if not (replay.root / said).exists() and (original.root / said).exists():
-            raw[section][key] = str(original.root / said)
-    raw["register"]["tracking_uri"] = f"sqlite:///{replay.mlflow_db}"
-    with replay.params.open("w", encoding="utf-8") as file:
-        yaml.dump(raw, file)
-
-
 def _freeze(kept: Path, registered: Registered, replay: Paths) -> None:
     """Gives the replay what `auto` meant in the registered run, whatever this machine would choose."""
     if (kept / "resolved.json").is_file():
@@ -212,25 +223,51 @@ def _run(stage: str, root: Path) -> None:
         raise RuntimeError(f"{stage} ended with code {done.returncode} in the replay; its output is above")
 
 
+def _mismatch(registered: Registered, base: BaseModelRef, kept: Path, replay: Paths) -> str | None:
+    """Which of the replay's inputs is not what the version was made from, in words; data first."""
+    found = []
+    before, after = DataManifest.read(kept / "manifest.json"), DataManifest.read(replay.manifest)
+    if after.content_hash != registered.data_hash:
+        rows = f"the rows of {before.source} are other ones"
+        if before.source_fingerprint == after.source_fingerprint:
+            rows = f"the same rows of {before.source} became other tokens"
+        found.append(f"{rows} (data {registered.data_hash[:12]} then, {after.content_hash[:12]} now)")
+    here = BaseModelRef.read(replay.base_ref).content_hash
+    if here != base.content_hash:
+        found.append(
+            f"the base {base.name_or_path} holds other weights ({base.content_hash[:12]} then, {here[:12]} now)"
+        )
+    return " and ".join(found) or None
+
+
 def _compare(uri: str, registered: Registered, kept: Path, replay: Paths) -> ReproduceReport:
-    before, after = EvalReport.read(kept / "eval_report.json"), EvalReport.read(replay.eval_report)
     # The run's report may be a later one's of the same recipe; what the version says of itself counts.
-    before = before.model_copy(update={"content_hash": registered.content_hash})
-    finals = (kept / "final.json", replay.final / "manifest.json")
-    bases = [FinalManifest.read(path).base.content_hash for path in finals]
-    plans = [PlanReport.read(path).chosen.plan for path in (kept / "plan.json", replay.plan)]
-    difference = abs(after.tuned.loss - registered.loss) / max(abs(registered.loss), 1e-12)
+    before = EvalReport.read(kept / "eval_report.json").model_copy(
+        update={"content_hash": registered.content_hash, "data_hash": registered.data_hash}
+    )
+    base = FinalManifest.read(kept / "final.json").base
+    mismatch = _mismatch(registered, base, kept, replay)
+    after = None if mismatch else EvalReport.read(replay.eval_report)
+    difference = abs(after.tuned.loss - registered.loss) / max(abs(registered.loss), 1e-12) if after else None
     return ReproduceReport(
         uri=uri,
         version=registered.version,
         commit=registered.commit,
         registered=before,
         replayed=after,
-        registered_base=bases[0],
-        replayed_base=bases[1],
-        registered_plan=f"{plans[0].name}, micro-batch {plans[0].micro_batch}",
-        replayed_plan=f"{plans[1].name}, micro-batch {plans[1].micro_batch}",
+        registered_data=registered.data_hash,
+        replayed_data=DataManifest.read(replay.manifest).content_hash,
+        registered_base=base.content_hash,
+        replayed_base=BaseModelRef.read(replay.base_ref).content_hash,
+        registered_plan=_plan(kept / "plan.json"),
+        replayed_plan=_plan(replay.plan) if after else None,
+        mismatch=mismatch,
         loss_difference=difference,
-        same=bases[0] == bases[1] and before.data_hash == after.data_hash and difference <= LOSS_TOLERANCE,
-        bit_identical=registered.content_hash == after.content_hash,
+        same=difference is not None and difference <= LOSS_TOLERANCE,
+        bit_identical=after is not None and registered.content_hash == after.content_hash,
     )
+
+
+def _plan(report: Path) -> str:
+    plan = PlanReport.read(report).chosen.plan
+    return f"{plan.name}, micro-batch {plan.micro_batch}"

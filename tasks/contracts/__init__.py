@@ -2,8 +2,17 @@
 
 from tasks.contracts.base import Contract, Count, Degree, FinetuningType, Precision, write_text
 from tasks.contracts.data import BaseModelRef, DataManifest, LengthBin, SplitCounts
-from tasks.contracts.hardware import Gpu, HardwareProfile, Link
-from tasks.contracts.planning import Candidate, CostEstimate, ModelSpec, Plan, PlanReport, Resolved
+from tasks.contracts.hardware import Fabric, Gpu, HardwareProfile, Link, Rates
+from tasks.contracts.planning import (
+    Candidate,
+    CostEstimate,
+    ModelSpec,
+    MoeSpec,
+    Plan,
+    PlanReport,
+    Resolved,
+    VisionSpec,
+)
 from tasks.contracts.review import EvalReport, Registration, Sample, Samples, Score, StageStatus
 from tasks.contracts.training import (
     CheckpointManifest,
@@ -23,6 +32,7 @@ __all__ = [
     "DataManifest",
     "Degree",
     "EvalReport",
+    "Fabric",
     "FinalManifest",
     "FinetuningType",
     "Gpu",
@@ -30,10 +40,12 @@ __all__ = [
     "LengthBin",
     "Link",
     "ModelSpec",
+    "MoeSpec",
     "Plan",
     "PlanReport",
     "Precision",
     "RankPerformance",
+    "Rates",
     "Registration",
     "Resolved",
     "Sample",
@@ -43,5 +55,6 @@ __all__ = [
     "StageStatus",
     "TrainPerformance",
     "TrainReport",
+    "VisionSpec",
     "write_text",
 ]

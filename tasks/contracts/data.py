@@ -11,8 +11,9 @@ class BaseModelRef(Contract):
     """The base model as prepare_data found it (`data/base/base.json`).
 
     `weights` is "here" when they were converted into `data/base/`, else "source": they stay where
-    `name_or_path` says. `content_hash` covers the weights and the config as they are trained on,
-    `source_hash` the files they were made from (the same unless they were converted).
+    `name_or_path` says. `content_hash` covers the weights and the config as they are trained on (and the
+    model's own code where it is run), `source_hash` the files they were made from (the same unless they
+    were converted). `commit` is what `revision` of a hub id meant when it was fetched; None for all else.
     """
 
     name_or_path: str
@@ -22,6 +23,7 @@ class BaseModelRef(Contract):
     content_hash: str
     source_hash: str
     trust_remote_code: bool
+    commit: str | None = None
 
 
 class SplitCounts(Contract):

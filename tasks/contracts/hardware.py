@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tasks.contracts.base import Contract, Count
+from tasks.contracts.base import Contract, Count, Degree
 
 
 class Gpu(Contract):
@@ -24,8 +24,41 @@ class Link(Contract):
     nvlinks: Count
 
 
+class Fabric(Contract):
+    """The network between nodes: `bytes_per_second` one way, a node, as the data sheet states it."""
+
+    name: str
+    bytes_per_second: float
+
+
+class Rates(Contract):
+    """Rates measured on this machine; None or empty where it could not be. They stay out of every DVC out.
+
+    `matmul_flops` maps "MxKxN precision" to FLOP/s of one GPU (of all cores on a CPU). `all_reduce` and `all_gather`
+    map the number of ranks to (message bytes, seconds) points; a gather's message is the gathered whole. Bandwidths
+    are bytes/s; those of memory count bytes read and bytes written. `notes` say what could not be measured, and why.
+    """
+
+    identity: str
+    torch: str
+    matmul_flops: dict[str, float]
+    memory_bandwidth: float
+    host_to_device: float | None
+    device_to_host: float | None
+    host_memory_bandwidth: float
+    disk_read: float
+    disk_write: float
+    all_reduce: dict[int, tuple[tuple[int, float], ...]]
+    all_gather: dict[int, tuple[tuple[int, float], ...]]
+    corrections: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+
 class HardwareProfile(Contract):
-    """Stable facts of this machine. Measured rates live in a cache keyed by `identity`."""
+    """Stable facts of this machine, or of `nodes` such machines; `gpus` and `links` are those of one node.
+
+    Measured rates live in a cache keyed by `identity`.
+    """
 
     device: Literal["cuda", "cpu"]
     gpus: tuple[Gpu, ...]
@@ -37,6 +70,13 @@ class HardwareProfile(Contract):
     host_memory_source: Literal["cgroup", "physical"]
     shm_bytes: int
     notes: tuple[str, ...]
+    nodes: Degree = 1
+    fabric: Fabric | None = None
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs of all nodes."""
+        return len(self.gpus) * self.nodes
 
     @property
     def identity(self) -> str:

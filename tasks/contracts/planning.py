@@ -7,10 +7,51 @@ from typing import Literal
 from tasks.contracts.base import Contract, Degree, Precision
 
 
+class MoeSpec(Contract):
+    """Mixture of experts: `experts` routed experts of width `ffn` a layer, `active` of them a token.
+
+    `shared_ffn` is the width of what every token passes beside the routed experts (0 for none);
+    `dense_layers` decoder layers have an ordinary MLP instead. `parameters` counts all routed experts of all layers.
+    """
+
+    experts: int
+    active: int
+    ffn: int
+    shared_ffn: int
+    dense_layers: int
+    parameters: int
+
+
+class VisionSpec(Contract):
+    """A ViT tower and its projector in front of a decoder.
+
+    A tile is `image_size` pixels square and gives `patches` positions in the tower (class token included)
+    and `tile_tokens` tokens in the decoder. `grid_pinpoints` are the (height, width) an any-resolution image may be
+    fitted to; empty for one tile an image. `feature_layers` tower layers run before the projector reads them.
+    """
+
+    layers: int
+    feature_layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    image_size: int
+    patch_size: int
+    patches: int
+    tile_tokens: int
+    grid_pinpoints: tuple[tuple[int, int], ...]
+    tower_parameters: int
+    projector_parameters: int
+
+
 class ModelSpec(Contract):
     """Shapes and exact parameter counts, read from a config alone.
 
-    `linear_shapes` lists (name, d_in, d_out) of one decoder layer: the LoRA targets of "all-linear".
+    `linear_shapes` lists (name, d_in, d_out) of one decoder layer: the LoRA targets of "all-linear" (routed experts
+    are no such modules). `parameters` counts everything once, tied tables too, tower and projector included;
+    `layer_parameters` one decoder layer (the average where layers differ), `embedding_parameters` one vocabulary table.
+    `position` is how positions enter; `fused_qkv` that one linear makes query, key and value. `family` is the
+    decoder's model_type, with or without a vision tower; `sliding_window` is None unless every layer has one.
     """
 
     family: str
@@ -24,9 +65,16 @@ class ModelSpec(Contract):
     max_positions: int
     tied_embeddings: bool
     gated_mlp: bool
+    fused_qkv: bool
+    query_key_norm: bool
+    position: Literal["rope", "alibi", "learned"]
+    sliding_window: int | None
     parameters: int
+    layer_parameters: int
     embedding_parameters: int
     linear_shapes: tuple[tuple[str, int, int], ...]
+    moe: MoeSpec | None
+    vision: VisionSpec | None
 
 
 class Plan(Contract):

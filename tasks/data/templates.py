@@ -23,15 +23,25 @@ class Encoded:
     truncated: bool
 
 
-def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer of the model called `name`, whose files lie in `folder`.
 
+    Args:
+        trust_remote_code: run a tokenizer's own code, which lies in `folder` too.
+
     Raises:
-        UserError: there is none, or it cannot serve: no chat template, or no offsets.
+        UserError: there is none, or it cannot serve: no chat template, or no offsets; or it needs its own code.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise UserError(
+                f"model.name_or_path={name} comes with a tokenizer in Python code of its own, and that is not run "
+                "unasked; read its *.py files, then set model.trust_remote_code: true"
+            ) from None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"model.name_or_path={name} has no tokenizer that can be loaded ({reason.rstrip('.')}); "

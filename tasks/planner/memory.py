@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tasks.contracts import ModelSpec, Plan, Precision
 from tasks.params import TrainParams
-from tasks.planner.model_spec import FAMILIES, lora_parameters, lora_shapes, matmul_parameters
+from tasks.planner.model_spec import lora_parameters, lora_shapes, matmul_parameters
 
 GIB = 2**30
 FLOAT32 = 4
@@ -92,7 +92,7 @@ def layer_bytes_per_token(spec: ModelSpec, train: TrainParams, compute: int) -> 
     saved = SAVED[train.finetuning_type, compute]
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     total = saved.hidden * spec.hidden + saved.ffn * spec.ffn + saved.query * query + saved.key * key
-    if FAMILIES[spec.family].query_key_norm:
+    if spec.query_key_norm:
         total += saved.norm * (query + key)
     if train.finetuning_type == "lora":
         total += compute * train.lora.rank * len(lora_shapes(spec, train.lora.targets))

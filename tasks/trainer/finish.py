@@ -18,9 +18,9 @@ from tasks.contracts import (
     write_text,
 )
 from tasks.paths import Paths
-from tasks.trainer.base_model import weights_hash
 from tasks.trainer.engine import Engine
 from tasks.trainer.loop import Job
+from tasks.trainer.model_source import weights_hash
 from tasks.trainer.performance import advise
 from tasks.trainer.run_state import StepLog, StepRecord, write_curves
 
@@ -64,7 +64,7 @@ def _name_base(final: Path, base: BaseModelRef) -> None:
     if not file.is_file():
         return
     config = json.loads(file.read_text(encoding="utf-8"))
-    config |= {"base_model_name_or_path": base.name_or_path, "revision": base.revision}
+    config |= {"base_model_name_or_path": base.name_or_path, "revision": base.commit or base.revision}
     write_text(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from tasks.errors import UserError
+from tasks.locks import held_alone, share, taken_alone
 
 WAIT_FOR_OLD_WORKERS_SECONDS = 30.0
 
@@ -24,18 +23,10 @@ def run_lock(run: Path) -> Iterator[None]:
     Raises:
         UserError: another train stage holds it.
     """
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / "train.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(
-                f"process {file.read().strip() or '?'} is already training run {run.name}; wait for it, or stop it"
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+    with held_alone(
+        run / "train.lock",
+        lambda holder: f"process {holder} is already training run {run.name}; wait for it, or stop it",
+    ):
         wait_for_workers(run)
         yield
 
@@ -48,24 +39,18 @@ def wait_for_workers(run: Path) -> None:
     """
     deadline = time.monotonic() + WAIT_FOR_OLD_WORKERS_SECONDS
     with (run / "workers.lock").open("a+") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"workers of an earlier start of run {run.name} are still alive; "
-                        "end them (they are called tasks.trainer.worker) and start again"
-                    ) from None
-                time.sleep(0.2)
+        while not taken_alone(file):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"workers of an earlier start of run {run.name} are still alive; "
+                    "end them (they are called tasks.trainer.worker) and start again"
+                )
+            time.sleep(0.2)
 
 
 def hold_as_worker(run: Path) -> IO[str]:
     """Shows, as long as the returned file is open, that a worker of `run` is alive."""
-    file = (run / "workers.lock").open("a+")
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
+    return share(run / "workers.lock")
 
 
 class StopSignals:

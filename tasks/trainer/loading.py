@@ -36,7 +36,8 @@ def device() -> torch.device:
 
 
 def load_tokenizer(paths: Paths) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(paths.base)
+    trusted = BaseModelRef.read(paths.base_ref).trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(paths.base, trust_remote_code=trusted)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -19,7 +19,9 @@ class TokenLossSum(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, inner: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.plain_head = inner.config.model_type in PLAIN_HEADS
+        # A class that came with the model may do more in its head than its family's does.
+        own_code = not type(inner).__module__.startswith("transformers.")
+        self.plain_head = inner.config.model_type in PLAIN_HEADS and not own_code
         self._inner = [inner]
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,18 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tasks.contracts import Contract, Plan, Resolved
+from tasks.contracts import BaseModelRef, Contract, Plan, Resolved
 from tasks.errors import USER_ERROR_EXIT_CODE, UserError
 from tasks.params import Params, read_params
 from tasks.paths import Paths
 from tasks.stage import die_with_parent, heartbeat, say
 from tasks.trainer.guards import StopSignals, hold_as_worker
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -86,7 +91,7 @@ def _train(
     from tasks.data.order import SampleOrder
     from tasks.data.prepared import Split
     from tasks.trainer.finish import finish
-    from tasks.trainer.loading import DTYPES, load_base
+    from tasks.trainer.loading import DTYPES
     from tasks.trainer.loop import Job, Lengths, train_loop
     from tasks.trainer.performance import GpuWatch, rank_performance
     from tasks.trainer.torch_engine import TorchEngine
@@ -101,7 +106,7 @@ def _train(
         say(f"training {steps} steps of {params.global_batch} samples in {precision}, plan {plan.name}")
     # Full tuning keeps float32 masters; a frozen base is held in the precision it computes in.
     held = "float32" if params.train.finetuning_type == "full" else precision
-    base = load_base(paths, DTYPES[held])
+    base = _load_base(paths, DTYPES[held], me)
     engine = TorchEngine(base, params.train, plan, precision, steps, params.seed)
     job = Job(run, order.run_key, plan, precision, params.train, split, samples, steps, me.rank)
     tracker = Tracker(params, paths, order.run_key, plan) if me.rank == 0 else None
@@ -112,6 +117,21 @@ def _train(
     if tracker:
         tracker.close()
     engine.close()
+
+
+def _load_base(paths: Paths, dtype: torch.dtype, me: Rank) -> PreTrainedModel:
+    """The base. Ranks that run its own code wait for rank 0, which copies that to where all import it from."""
+    import torch.distributed as dist
+
+    from tasks.trainer.loading import load_base
+
+    own_code = BaseModelRef.read(paths.base_ref).trust_remote_code
+    if own_code and me.rank > 0:
+        dist.barrier()
+    base = load_base(paths, dtype)
+    if own_code and me.rank == 0:
+        dist.barrier()
+    return base
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -174,13 +175,37 @@ def test_a_second_run_is_refused_and_a_cancelled_one_leaves_nothing(
     assert re.fullmatch(r"goes on from step \d+", starts[-1]), starts
 
 
-def test_the_project_file_deploys_too(served: ServedWorkspace) -> None:
+def test_the_project_file_makes_the_same_deployment(served: ServedWorkspace) -> None:
+    served.must("elastane", "deploy", "--cron", "0 4 * * *")
+    ours = deployment(served)
     # A shell sets PWD, from which prefect.yaml takes the workspace.
     served.must("sh", "-c", "prefect --no-prompt deploy --all")
-    nightly = served.ask("GET", "deployments/name/finetune/nightly")
-    assert nightly["schedules"][0]["schedule"]["cron"] == "0 3 * * *"
-    assert nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
-    assert str(served.root) in str(nightly["pull_steps"])
+    theirs = deployment(served)
+    assert len(served.ask("POST", "deployments/filter")) == 1
+    assert theirs["schedules"][0]["schedule"]["cron"] == "0 3 * * *"
+    assert str(served.root) in str(theirs["pull_steps"])
+    same = ("id", "name", "work_pool_name", "entrypoint", "concurrency_options", "parameters")
+    assert {key: theirs[key] for key in same} == {key: ours[key] for key in same}
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        (
+            "workspace",
+            "finetune/workspace at this Prefect server belongs to {0}, and a deployment is named after",
+        ),
+        ("a&b", "Prefect takes no / % & > < in a name ('a&b'); rename the folder"),
+    ],
+)
+def test_a_name_that_is_taken_or_impossible_is_refused(
+    served: ServedWorkspace, tmp_path: Path, folder: str, words: str
+) -> None:
+    (tmp_path / folder).mkdir()
+    shutil.copyfile(served.root / "params.yaml", tmp_path / folder / "params.yaml")
+    done = ServedWorkspace(tmp_path / folder, served.recipe, served.settings).run("elastane", "deploy")
+    assert done.returncode == 2
+    assert words.format(served.root) in done.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.states import Failed
 
+from flows.finetune import _is_our_fault
+from flows.process import StageFailed
+from flows.workspace import prepare_stores
 from tasks.contracts import PlanReport, Resolved
+from tasks.errors import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from tasks.git_state import git_state
 from tasks.params import SECTIONS
 from tasks.paths import Paths
 from tests import tiny
@@ -129,6 +136,39 @@ def test_train_is_retried_after_a_fault_and_not_after_a_mistake(paths: Paths) ->
         done.stderr.splitlines()[-1].split(": ", 1)[1]
         == "train ended with code 2: train.precision=half is no precision; use float16"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (StageFailed("train", 1, "a worker died"), True),
+        (StageFailed("train", USER_ERROR_EXIT_CODE, "no such precision"), False),
+        (StageFailed("train", PREEMPTED_EXIT_CODE, "told to stop"), False),
+        (BlockingIOError("no process can be started"), True),
+        (UserError("runs/ holds no such thing"), False),
+        (KeyError("a mistake of ours"), False),
+    ],
+    ids=repr,
+)
+def test_what_is_tried_again(error: Exception, again: bool) -> None:
+    assert _is_our_fault(None, None, Failed(data=error)) is again
+
+
+def test_an_unpacked_source_archive_does_without_git(
+    paths: Paths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The archive carries the repository's DVC folder, which expects git."""
+    shutil.copytree(tiny.REPOSITORY / ".dvc", paths.root / ".dvc", ignore=lambda *_: {"cache", "tmp"})
+    repro = ["dvc", "repro", "-q", "-s", "probe_hardware"]
+    assert subprocess.run(repro, cwd=paths.root, check=False, capture_output=True).returncode != 0
+    behave(paths)
+    prepare_stores(tiny.params(), paths)
+    assert "core.no_scm=true in .dvc/config.local" in capsys.readouterr().err
+    subprocess.run(repro, cwd=paths.root, check=True)
+    assert attempts(paths, "probe_hardware") == 1
+    prepare_stores(tiny.params(), paths)
+    assert not capsys.readouterr().err, "said once"
+    assert git_state(paths.root).described == "outside a git repository"
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -31,6 +32,8 @@ from tasks.contracts import (
 from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.register import register
+from tasks.registry import what_is_missing
+from tasks.tracking_store import StoreOutOfReach
 from tests import tiny
 
 KEY, DATA = "0123456789abcdef", "d" * 64
@@ -191,16 +194,82 @@ def test_a_champion_is_compared_only_on_the_same_data(paths: Paths) -> None:
     assert "this model is better" in text
     client().set_model_version_tag("elastane", "1", "elastane.data_hash", "0" * 64)
     registered(paths)
-    assert "not comparable" in client().get_model_version("elastane", "2").description
+    text = client().get_model_version("elastane", "2").description
+    assert "champion is version 1: not comparable because it was judged on other data." in text
+    assert "this model is" not in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ("60", r"it was judged on 60 held-out rows and this model on 8 \(evaluate\.max_rows\)\."),
+        (None, r"it does not say on how many held-out rows it was judged; register it again\."),
+    ],
+)
+def test_a_champion_judged_on_other_rows_is_not_compared(paths: Paths, rows: str | None, reason: str) -> None:
+    registered(paths)
+    client().set_registered_model_alias("elastane", "champion", "1")
+    assert client().get_model_version("elastane", "1").tags["elastane.eval_rows"] == "8"
+    if rows is None:
+        client().delete_model_version_tag("elastane", "1", "elastane.eval_rows")
+    else:
+        client().set_model_version_tag("elastane", "1", "elastane.eval_rows", rows)
+    trained(paths, tuned=1.5, content="e" * 64, key="f" * 16)
+    registered(paths)
+    text = client().get_model_version("elastane", "2").description
+    assert re.search(f"champion is version 1: not comparable because {reason}", text), text
+    assert "this model is" not in text
+
+
+# --- the store ----------------------------------------------------------------------------------
+
+
+def lost(paths: Paths, result: Registration, **changes: Any) -> str | None:
+    return what_is_missing(result, tiny.params(**changes).register_, paths)
+
+
+def test_what_the_store_has_lost_is_named(paths: Paths, empty_store: Path) -> None:
+    result = registered(paths)
+    assert lost(paths, result) is None
+    other = shutil.copyfile(empty_store, paths.root / "other.db")
+    elsewhere = {"register.tracking_uri": f"sqlite:///{other}"}
+    assert lost(paths, result, **elsewhere) == f"the run {result.mlflow_run_id} is not in sqlite:///{other}"
+    of_these_weights = f"elastane version 1 of these weights is not in sqlite:///{paths.mlflow_db}"
+    client().set_model_version_tag("elastane", "1", "elastane.content_hash", "0" * 64)
+    assert lost(paths, result) == of_these_weights
+    client().delete_model_version("elastane", "1")
+    assert lost(paths, result) == of_these_weights
+    client().delete_run(result.mlflow_run_id)
+    assert (
+        lost(paths, result) == f"the run {result.mlflow_run_id} was deleted from sqlite:///{paths.mlflow_db}"
+    )
+
+
+def test_a_refused_model_is_missing_only_with_its_run(paths: Paths) -> None:
+    trained(paths, tuned=3.1)
+    result = registered(paths)
+    assert lost(paths, result) is None
+    client().delete_run(result.mlflow_run_id)
+    assert lost(paths, result) is not None
+
+
+def test_a_silent_store_is_no_lost_version(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(StoreOutOfReach, match="cannot be used"):
+        lost(paths, registered(paths), **{"register.tracking_uri": closed_port()})
+
+
+def closed_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
 def test_a_store_out_of_reach_is_named_before_anything_is_written(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{free.getsockname()[1]}"
+    uri = closed_port()
     with pytest.raises(UserError, match=f"the MLflow store {uri} cannot be used"):
         registered(paths, **{"register.tracking_uri": uri})
     assert not paths.registration.exists()

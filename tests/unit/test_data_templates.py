@@ -101,4 +101,4 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"name_or_path=mine has no tokenizer that can be loaded .*beside its"
     ):
-        load_tokenizer(tmp_path, "mine")
+        load_tokenizer(tmp_path, "mine", False)

@@ -9,24 +9,18 @@ import sys
 import time
 from pathlib import Path
 
+import pynvml
 import pytest
 
-from tasks.contracts import Gpu, HardwareProfile
+from tasks.contracts import HardwareProfile
 from tasks.errors import UserError
-from tasks.probe_hardware import (
-    cpu_cores,
-    cpu_name,
-    host_memory,
-    mixed_note,
-    read_machine,
-    shm_bytes,
-    torch_version,
-    visible_gpus,
-)
+from tasks.probe.driver import card_seen, kernel_driver, too_old, torch_cuda, torch_version
+from tasks.probe.host import cpu_cores, cpu_name, host_memory, shm_bytes, shm_note
+from tasks.probe_hardware import read_machine
 
 REPOSITORY = Path(__file__).parents[2]
 GIB = 2**30
-UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33")
+MIB = 2**20
 
 
 @pytest.fixture
@@ -105,40 +99,93 @@ def test_cpu_name_and_missing_shm(machine):
 
 
 @pytest.mark.parametrize(
-    ("wish", "indices"),
+    ("mib", "ranks", "workers", "nccl", "needed"),
     [
-        (None, (0, 1, 2)),
-        ("2,0", (2, 0)),
-        ("", ()),
-        ("-1", ()),
-        ("0,-1,1", (0,)),
-        ("1,7,0", (1,)),
-        ("GPU-bb,GPU-aa11", (2, 0)),
-        ("GPU-aa", ()),  # two begin so
-        ("1, 2", (1, 2)),
-        ("0,0", ()),
-        ("abc", ()),
+        (64, 2, 4, True, 384),  # a container's default
+        (64, 2, 4, False, 256),
+        (64, 1, 4, True, 128),
+        (64, 2, 0, True, 128),
+        (384, 2, 4, True, None),
+        (64, 1, 2, False, None),
+        (0, 2, 4, True, None),  # no /dev/shm at all
     ],
 )
-def test_cuda_visible_devices(wish, indices):
-    assert visible_gpus(wish, UUIDS)[0] == indices
+def test_small_shared_memory_is_noted_with_the_size_needed(mib, ranks, workers, nccl, needed):
+    notes = shm_note(mib * MIB, ranks, workers, nccl)
+    if needed is None:
+        assert notes == ()
+    else:
+        assert f"/dev/shm holds {mib} MiB" in notes[0] and f"can need {needed} MiB" in notes[0]
+        assert "--shm-size=1g" in notes[0] and "fewer workers" in notes[0]
 
 
-def test_hidden_gpus_are_said():
-    assert "7 names no GPU here" in visible_gpus("1,7,0", UUIDS)[1][0]
-    assert "hides all 3 GPUs" in visible_gpus("", UUIDS)[1][0]
-    assert "twice" in visible_gpus("0,0", UUIDS)[1][0]
-    with pytest.raises(UserError, match="MIG slice"):
-        visible_gpus("MIG-1234", UUIDS)
+def test_the_probe_warns_of_small_shared_memory(machine, monkeypatch):
+    root = machine({"dev/shm/.keep": ""})
+    small = os.statvfs_result((4096, 4096, 64 * MIB // 4096, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    profile = read_machine("cpu", {}, root)
+    assert profile.shm_bytes == 64 * MIB
+    assert "/dev/shm holds 64 MiB" in profile.notes[0]
 
 
-def test_mixed_cards_are_noted():
-    small = Gpu(name="A", memory_bytes=24 * GIB, compute_capability=(8, 6))
-    large = Gpu(name="B", memory_bytes=80 * GIB, compute_capability=(8, 0))
-    assert mixed_note([small, small], {}) == ()
-    (note,) = mixed_note([small, large], {})
-    assert "A (24 GiB), B (80 GiB)" in note and "CUDA_DEVICE_ORDER=PCI_BUS_ID" in note
-    assert "CUDA_DEVICE_ORDER" not in mixed_note([small, large], {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})[0]
+@pytest.fixture
+def no_nvml(monkeypatch):
+    """A driver whose library cannot be used, on any machine."""
+
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+
+
+VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  418.40.04  Fri Mar 15 00:59:12 CDT 2019"
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        ({"dev/nvidia0": "", "dev/nvidiactl": ""}, "/dev/nvidia0"),
+        ({"proc/driver/nvidia/version": VERSION}, "/proc/driver/nvidia"),
+        (
+            {"proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: X"},
+            "/proc/driver/nvidia/gpus/0000:01:00.0",
+        ),
+    ],
+)
+def test_a_card_that_cannot_be_used_stops_the_probe(machine, no_nvml, files, where):
+    root = machine(files)
+    with pytest.raises(UserError, match=f"NVIDIA card is here .{where}., but it cannot be used: NVML says"):
+        read_machine("auto", {}, root)
+    with pytest.raises(UserError, match=r"set probe_hardware\.device=cpu"):
+        read_machine("cuda", {}, root)
+    for device, environment in (("cpu", {}), ("auto", {"CUDA_VISIBLE_DEVICES": ""})):
+        assert read_machine(device, environment, root).device == "cpu"
+
+
+def test_the_sentence_names_the_versions(machine, no_nvml):
+    root = machine({"dev/nvidia0": "", "proc/driver/nvidia/version": VERSION})
+    with pytest.raises(UserError) as caught:
+        read_machine("auto", {}, root)
+    assert "driver 418.40.04" in str(caught.value) and f"torch {torch_version()}" in str(caught.value)
+
+
+def test_control_devices_alone_are_no_card(machine, no_nvml):
+    root = machine({"dev/nvidiactl": "", "dev/nvidia-uvm": ""})
+    assert card_seen(root) is None
+    assert kernel_driver(root) is None
+    assert read_machine("auto", {}, root).device == "cpu"
+
+
+def test_open_kernel_modules_say_their_version_too(machine):
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
+    assert kernel_driver(machine({"proc/driver/nvidia/version": text})) == "580.95.05"
+
+
+def test_a_driver_is_too_old_by_its_major_version_of_cuda():
+    assert too_old(12, 12) is None  # minor versions are compatible
+    assert too_old(13, 12) is None
+    assert too_old(None, 12) is None and too_old(12, None) is None
+    assert "knows CUDA 10, and this torch is built for CUDA 12, which needs driver 525" in too_old(10, 12)
 
 
 def test_wishing_for_a_gpu_that_is_hidden_is_an_error():
@@ -152,10 +199,13 @@ def test_cpu_is_obeyed_everywhere():
     assert 1 <= profile.cpu_cores <= (os.cpu_count() or 1)
 
 
-def test_torch_version_is_the_installed_one():
+def test_torch_and_its_cuda_are_known_without_importing_it():
     import torch
 
-    assert torch_version() == torch.__version__
+    assert torch.__version__.startswith(
+        torch_version()
+    )  # wheels of PyPI leave "+cu130" out of their metadata
+    assert torch_cuda() == (int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None)
 
 
 def test_the_stage_is_quick_and_writes_the_same_bytes(tmp_path):
