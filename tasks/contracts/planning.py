@@ -80,7 +80,10 @@ class ModelSpec(Contract):
 class Plan(Contract):
     """How the work is split; it never changes what is learned.
 
-    Sizes are degrees of the mesh axes. global batch = micro_batch x accumulation x data-parallel degree.
+    Sizes are degrees of the mesh axes. global batch = micro_batch x accumulation x data-parallel degree. `sharding`
+    says what the dp_shard axis shares out: optimizer state (zero1), gradients too (zero2), weights too (zero3, fsdp2).
+    `offload` is where optimizer state lives while it is not used, `offload_parameters` where the weights do.
+    `virtual_stages` is the number of model chunks a pipeline rank holds (interleaved schedules).
     """
 
     engine: Literal["torch", "deepspeed"]
@@ -95,6 +98,11 @@ class Plan(Contract):
     accumulation: Degree
     activation_checkpointing: Literal["none", "selective", "full"]
     offload: Literal["none", "cpu", "nvme"]
+    replication: Literal["ddp", "data_parallel"] = "ddp"
+    sharding: Literal["none", "fsdp2", "zero1", "zero2", "zero3"] = "none"
+    sequence_parallel: bool = False
+    virtual_stages: Degree = 1
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
 
     @property
     def data_parallel(self) -> int:
@@ -110,26 +118,52 @@ class Plan(Contract):
 
     @property
     def name(self) -> str:
-        """Short name as `certify` uses it: single, ddp2, fsdp4, tp2pp2."""
-        parts = [f"{axis}{size}" for axis, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
-        if self.dp_shard > 1:
-            parts.insert(0, f"fsdp{self.dp_shard}")
+        """Short name as `certify` uses it: single, ddp2, fsdp4, zero3dp8, dp2fsdp4tp2, tp2pp2, zero2dp1+cpu."""
+        parts: list[str] = []
+        if self.sharding.startswith("zero"):
+            parts.append(f"{self.sharding}dp{self.dp_shard}")
+        elif self.dp_shard > 1:
+            parts.append(f"fsdp{self.dp_shard}")
+        if self.tp > 1:
+            parts.append(f"tp{self.tp}{'sp' if self.sequence_parallel else ''}")
+        if self.pp > 1:
+            parts.append(f"pp{self.pp}" + (f"v{self.virtual_stages}" if self.virtual_stages > 1 else ""))
         if self.dp_replicate > 1:
-            parts.insert(0, f"{'dp' if parts else 'ddp'}{self.dp_replicate}")
-        return "".join(parts) or "single"
+            alone = "ddp" if self.replication == "ddp" else "dataparallel"
+            parts.insert(0, f"{'dp' if parts else alone}{self.dp_replicate}")
+        where = "" if self.offload == "none" else f"+{self.offload}"
+        if self.offload_parameters != "none":
+            where += f"+params-{self.offload_parameters}"
+        return ("".join(parts) or "single") + where
 
 
 class CostEstimate(Contract):
-    """Predicted cost of one Plan on the fullest rank: bytes by term, seconds of a step by term."""
+    """Predicted cost of one Plan on the fullest rank: bytes by term, seconds of a step by term.
+
+    `memory_bytes` is the peak of training; `save_bytes` and `evaluation_bytes` are the peaks of the whole GPU while a
+    checkpoint is written and while held-out rows are scored. `host_bytes` is host memory of one node by term.
+    `tokens_per_second` counts real tokens of all GPUs. `mfu` is model FLOPs (6 a matmul parameter and token for full
+    tuning, 4 for frozen ones, causal attention, no recomputation) over the data sheet's peak of all GPUs.
+    """
 
     memory_bytes: dict[str, int]
     memory_limit_bytes: int
     seconds: dict[str, float]
     tokens_per_second: float
+    mfu: float = 0.0
+    save_bytes: int = 0
+    evaluation_bytes: int = 0
+    host_bytes: dict[str, int] = {}
+    host_limit_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         return sum(self.memory_bytes.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of training, saving and evaluation."""
+        return max(self.total_bytes, self.save_bytes, self.evaluation_bytes)
 
     @property
     def total_seconds(self) -> float:

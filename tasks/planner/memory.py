@@ -1,45 +1,33 @@
-"""Bytes of one rank by term, in closed form.
+"""Bytes of one GPU by term, in closed form.
 
-The trainer keeps weights to be trained in float32 with float32 gradients and float32 AdamW moments
+Elastane's trainer keeps weights to be trained in float32 with float32 gradients and float32 AdamW moments
 (4 + 4 + 4 + 4 = 16 bytes a parameter; ZeRO, arXiv:1910.02054, section 3.1, counts the same states) and
 computes under autocast. Frozen weights are kept in the compute precision and have neither gradient nor
-optimizer state.
+optimizer state. Other trainers' habits are a `Software`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tasks.contracts import ModelSpec, Plan, Precision
-from tasks.params import TrainParams
-from tasks.planner.model_spec import lora_parameters, lora_shapes, matmul_parameters
+from tasks.planner.model_spec import active_parameters, lora_parameters, lora_shapes
+from tasks.planner.stages import in_flight, stage_layers
+from tasks.planner.workload import ELASTANE, SavedBytes, Software, Workload
 
 GIB = 2**30
 FLOAT32 = 4
 COMPUTE_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+MEASURED_TYPES = {"full": "full", "lora": "lora", "qlora": "lora"}
 
-# CUDA context of torch >= 1.13 on an A100: 0.9 GiB (stas00/ml-engineering, training/performance), and
-# cuBLAS workspaces. NCCL adds buffers a communicator. A CPU process with torch, transformers and peft
-# loaded has 0.4 GiB resident (measured).
-FIXED_CUDA = 1.0
-FIXED_NCCL = 0.4
-FIXED_CPU = 0.5
+# NF4 keeps 4 bits a weight and a float32 scale a block of 64; double quantisation makes the scales 8 bits
+# and adds a float32 a block of 256 scales (QLoRA, arXiv:2305.14314, section 3): 0.5 + 1/64 + 4/(64 x 256).
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
-
-@dataclass(frozen=True)
-class SavedBytes:
-    """Bytes a token and layer that the forward pass keeps for the backward pass, by width.
-
-    hidden, ffn, query (heads x head_dim) and key (kv_heads x head_dim, key and value together) are
-    factors of those widths; `norm` is what a query and key norm (qwen3) adds to query and key.
-    """
-
-    hidden: int
-    ffn: int
-    query: int
-    key: int
-    norm: int
-
+# NCCL keeps buffers a communicator; a CPU process with torch, transformers and peft loaded has 0.4 GiB resident
+# (measured).
+FIXED_NCCL = 0.4 * GIB
+FIXED_CPU = 0.5 * GIB
+# FSDP2 and ZeRO-3 gather a layer while they prefetch the next.
+GATHERED_UNITS = 2
 
 # Counted with torch's saved-tensor hooks on the transformers 5.24 decoders under autocast (the test
 # counts again). For h-wide queries in half precision this is 30h + 8f: the published closed form
@@ -53,73 +41,259 @@ SAVED: dict[tuple[str, int], SavedBytes] = {
 }
 
 
-def trainable_parameters(spec: ModelSpec, train: TrainParams) -> int:
-    """Parameters that get a gradient."""
-    if train.finetuning_type == "full":
-        return spec.parameters
-    return lora_parameters(spec, train.lora.rank, train.lora.targets)
+def trainable_parameters(spec: ModelSpec, work: Workload) -> int:
+    """Parameters of the whole model that get a gradient; a vision tower is frozen unless the recipe says so."""
+    vision = spec.vision
+    tower = vision.tower_parameters if vision else 0
+    if work.method == "full":
+        return spec.parameters - (0 if work.train_tower else tower)
+    count = lora_parameters(spec, work.lora_rank, work.lora_targets)
+    if vision:
+        count += vision.projector_parameters + (tower if work.train_tower else 0)
+    if work.train_embeddings:
+        count += spec.embedding_parameters * (1 if spec.tied_embeddings else 2)
+    return count
 
 
-def memory(
-    spec: ModelSpec, plan: Plan, train: TrainParams, precision: Precision, sequence: int
-) -> dict[str, int]:
-    """Peak bytes of one rank by term, at the start of a backward pass with gradients already there.
+def memory(spec: ModelSpec, plan: Plan, work: Workload, software: Software = ELASTANE) -> dict[str, int]:
+    """Peak bytes of the fullest GPU by term, at the start of a backward pass with gradients already there.
 
-    Args:
-        sequence: tokens of the longest row; every row of the micro-batch is taken to be so long.
+    Every row of the micro-batch is taken to be as long as the longest. With pipeline stages it is the maximum over
+    them that is told.
     """
-    compute = COMPUTE_BYTES[precision]
-    trainable = trainable_parameters(spec, train)
-    full = train.finetuning_type == "full"
-    frozen = 0 if full else spec.parameters
-    tokens = plan.micro_batch * sequence
-    return {
-        "weights": FLOAT32 * trainable + compute * frozen,
-        # Autocast keeps its half-precision copy of every trained matrix from the forward to the backward pass.
-        "casts": compute * (matmul_parameters(spec) if full else trainable) if compute < FLOAT32 else 0,
-        "gradients": FLOAT32 * trainable,
-        # DDP's buckets are as large as the gradients and stand beside them while accumulating without sync.
-        "buckets": FLOAT32 * trainable if plan.data_parallel > 1 else 0,
-        "optimizer": 2 * FLOAT32 * trainable,
-        "activations": tokens * _activations_per_token(spec, plan, train, compute),
-        "logits": tokens * spec.vocab * _logit_bytes(compute),
-        "fixed": _fixed(plan),
+    stages = stage_layers(spec, plan.pp, software.stage_split)
+    terms: dict[str, float] = {}
+    for stage in range(plan.pp) if plan.pp <= 4 else _suspects(stages):
+        here = _stage(spec, plan, work, software, stage, stages[stage])
+        if not terms or sum(here.values()) > sum(terms.values()):
+            terms = here
+    if software.reserved != 1:
+        inside = sum(size for name, size in terms.items() if name != "fixed")
+        terms["fragmentation"] = inside * (software.reserved - 1)
+    return {name: int(size) for name, size in terms.items()}
+
+
+def _suspects(stages: tuple[int, ...]) -> list[int]:
+    """Stages that can be the fullest: in flight counts fall, so each first stage with more layers than all before."""
+    chosen, most = [], -1
+    for stage, layers in enumerate(stages):
+        if layers > most:
+            chosen.append(stage)
+            most = layers
+    return sorted({*chosen, len(stages) - 1})
+
+
+def _stage(
+    spec: ModelSpec, plan: Plan, work: Workload, software: Software, stage: int, layers: int
+) -> dict[str, float]:
+    held, trained = stage_parameters(spec, plan, work, stage, layers)
+    terms = _states(spec, plan, work, software, held, trained)
+    tokens = plan.micro_batch * work.sequence
+    compute = COMPUTE_BYTES[work.precision]
+    flight = in_flight(plan, stage)
+    per_layer, kept = layer_bytes(spec, plan, work, software)
+    # With recomputation one layer's whole working set stands beside what is kept of the layers.
+    working = per_layer - kept if plan.activation_checkpointing != "none" else 0.0
+    terms["activations"] = tokens * (flight * layers * kept + (working if layers else 0.0))
+    if stage == 0:
+        terms["activations"] += tokens * flight * compute * spec.hidden
+        terms["vision"] = _vision_bytes(spec, plan, work)
+    if stage == plan.pp - 1:
+        share = plan.tp if software.vocab_parallel else 1
+        size = 4.0 * compute if software.chunked_loss else logit_bytes(work.precision, software)
+        pieces = 8 if software.chunked_loss else 1
+        terms["logits"] = tokens * spec.vocab * size / share / pieces
+    terms["fixed"] = fixed_bytes(plan, software)
+    return terms
+
+
+def stage_parameters(
+    spec: ModelSpec, plan: Plan, work: Workload, stage: int, layers: int
+) -> tuple[float, float]:
+    """Parameters of one rank of a stage after tensor and expert splitting: (all, trained)."""
+    vision = spec.vision
+    tower = vision.tower_parameters if vision else 0
+    projector = vision.projector_parameters if vision else 0
+    first, last = stage == 0, stage == plan.pp - 1
+    tables = spec.embedding_parameters * (
+        (1 if first else 0) + (1 if last and not (spec.tied_embeddings and plan.pp == 1) else 0)
+    )
+    positions = spec.max_positions * spec.hidden if first and spec.position == "learned" else 0
+    split = (layers * spec.layer_parameters + tables + positions) / plan.tp
+    front = (tower + projector) if first else 0
+    trained_front = (projector + (tower if work.train_tower else 0)) if first else 0
+    if work.method == "full":
+        return split + front, split + trained_front
+    adapters = lora_parameters(spec, work.lora_rank, work.lora_targets) * layers / spec.layers
+    # Of the two matrices of an adapter one follows the split of its base and one is whole on every rank.
+    adapters *= (1 + 1 / plan.tp) / 2
+    extra = tables / plan.tp if work.train_embeddings else 0
+    return split + front + adapters, adapters + extra + trained_front
+
+
+def _states(
+    spec: ModelSpec, plan: Plan, work: Workload, software: Software, held: float, trained: float
+) -> dict[str, float]:
+    """Weights, gradients, optimizer state, casts and buffers of one rank.
+
+    zero1 shares the optimizer state over dp_shard, zero2 the gradients too, zero3 and fsdp2 the weights too
+    (arXiv:1910.02054, sections 5 and 6); those gather two layers at a time and make one layer's whole gradient.
+    """
+    compute, shard = COMPUTE_BYTES[work.precision], plan.dp_shard
+    whole = plan.sharding in ("zero3", "fsdp2")
+    of_optimizer = shard if plan.sharding != "none" else 1
+    of_gradients = shard if plan.sharding in ("zero2", "zero3", "fsdp2") else 1
+    of_weights = shard if whole else 1
+    frozen = held - trained
+    layer = spec.layer_parameters / plan.tp
+    stored = frozen * _frozen_bytes(spec, work, software)
+    accumulated = software.accumulated if plan.accumulation > 1 else 0
+    terms = {
+        "weights": 0.0
+        if plan.offload_parameters != "none"
+        else (software.weight * trained + stored) / of_weights,
+        "gradients": (software.gradient + accumulated) * trained / of_gradients,
+        "optimizer": 0.0
+        if plan.offload != "none"
+        else (software.moments + software.master) * trained / of_optimizer,
     }
+    # Autocast keeps its half-precision copy of every trained matrix from the forward to the backward pass; sharded
+    # weights are cast when they are gathered.
+    tables = 0 if spec.tied_embeddings else spec.embedding_parameters / plan.tp
+    cast = software.cast if compute < FLOAT32 else 0
+    if not whole:
+        terms["casts"] = cast * (max(trained - tables, 0) if work.method == "full" else trained)
+    else:
+        width = compute if work.method != "qlora" else NF4_BYTES + compute / 4
+        terms["gathered"] = GATHERED_UNITS * max(layer, tables) * width
+        if work.method == "full":
+            terms["gathered"] += max(layer, tables) * software.gradient
+    if work.method == "qlora":
+        terms["dequantised"] = max(d_in * d_out for _, d_in, d_out in spec.linear_shapes) * compute / plan.tp
+    # DDP's buckets are as large as the gradients and stand beside them while accumulating without sync.
+    if plan.sharding == "none" and plan.data_parallel > 1:
+        terms["buckets"] = software.bucket * trained
+    elif plan.sharding in ("zero1", "zero2", "zero3") and plan.dp_shard > 1:
+        terms["buckets"] = min(2.0 * trained, software.zero_bucket) * 2
+    return terms
 
 
-def layer_bytes_per_token(spec: ModelSpec, train: TrainParams, compute: int) -> int:
-    """What one decoder layer keeps for its backward pass, bytes a token (see `SAVED`)."""
-    saved = SAVED[train.finetuning_type, compute]
+def _frozen_bytes(spec: ModelSpec, work: Workload, software: Software) -> float:
+    """Bytes a frozen parameter: the compute precision, or NF4 for the decoder's linear layers under qlora."""
+    plain = software.frozen if software.frozen is not None else float(COMPUTE_BYTES[work.precision])
+    if work.method != "qlora":
+        return plain
+    linear = spec.layers * sum(d_in * d_out for _, d_in, d_out in spec.linear_shapes)
+    share = min(1.0, linear / spec.parameters)
+    return share * NF4_BYTES + (1 - share) * plain
+
+
+# --- activations --------------------------------------------------------------------------------
+
+
+def layer_bytes_per_token(
+    spec: ModelSpec, work: Workload, software: Software = ELASTANE, sequence: int = 0
+) -> float:
+    """What one decoder layer keeps for its backward pass without recomputation, bytes a token (see `SAVED`)."""
+    compute = COMPUTE_BYTES[work.precision]
+    key_of = (MEASURED_TYPES[work.method], compute)
+    saved = software.saved.get(key_of) or SAVED[key_of]
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    total = saved.hidden * spec.hidden + saved.ffn * spec.ffn + saved.query * query + saved.key * key
+    ffn = _active_ffn(spec) * (1.0 if spec.gated_mlp else 0.5)
+    total = saved.hidden * spec.hidden + saved.ffn * ffn + saved.query * query + saved.key * key
     if spec.query_key_norm:
         total += saved.norm * (query + key)
-    if train.finetuning_type == "lora":
-        total += compute * train.lora.rank * len(lora_shapes(spec, train.lora.targets))
-    return total
+    if work.method != "full":
+        total += compute * work.lora_rank * len(lora_shapes(spec, work.lora_targets))
+    return total + software.scores * spec.heads * sequence
 
 
-def _activations_per_token(spec: ModelSpec, plan: Plan, train: TrainParams, compute: int) -> int:
-    """All layers, or with full checkpointing their inputs and one layer's working set.
+def layer_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software) -> tuple[float, float]:
+    """Bytes a token of one layer on one rank: (its whole working set, what is kept until its backward pass).
 
-    Full checkpointing keeps 2sbh a layer in half precision (Korthikanti et al., arXiv:2205.05198); here
-    the residual stream of a float32 model stays float32 under autocast.
+    Tensor parallelism divides what lies inside attention and MLP, and with sequence parallelism the rest too;
+    without, 10 of Korthikanti et al.'s 34 bytes a hidden entry stay whole (arXiv:2205.05198, equations 2 to 4).
+    Full checkpointing keeps a layer's input; selective keeps the outputs of its matrix products.
     """
-    layer = layer_bytes_per_token(spec, train, compute)
+    compute = COMPUTE_BYTES[work.precision]
+    whole = layer_bytes_per_token(spec, work, software, work.sequence)
+    if plan.tp > 1:
+        norms = 0.0 if plan.sequence_parallel else 5.0 * compute * spec.hidden
+        norms = min(norms, 0.6 * whole)
+        whole = norms + (whole - norms) / plan.tp + software.gathered_inputs * spec.hidden
     if plan.activation_checkpointing == "none":
-        return spec.layers * layer
-    residual = FLOAT32 if train.finetuning_type == "full" else compute
-    return spec.layers * residual * spec.hidden + layer
+        return whole, whole
+    default = FLOAT32 if work.method == "full" and software is ELASTANE else compute
+    residual = (software.residual if software.residual is not None else default) * spec.hidden
+    if plan.tp > 1 and plan.sequence_parallel:
+        residual /= plan.tp
+    if plan.activation_checkpointing == "full":
+        return whole, residual
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    ups = 2 if spec.gated_mlp else 1
+    matmuls = compute * (2 * query + 2 * key + 2 * spec.hidden + ups * _active_ffn(spec)) / plan.tp
+    return whole, min(whole, residual + matmuls)
 
 
-def _logit_bytes(compute: int) -> int:
+def _active_ffn(spec: ModelSpec) -> float:
+    """Width of the MLP that a token passes, averaged over layers with experts and layers without."""
+    if spec.moe is None:
+        return spec.ffn
+    dense = spec.moe.dense_layers / spec.layers
+    return dense * spec.ffn + (1 - dense) * (spec.moe.active * spec.moe.ffn + spec.moe.shared_ffn)
+
+
+def logit_bytes(precision: Precision, software: Software = ELASTANE) -> float:
     """Bytes a token and vocabulary entry: float32 logits, log-probabilities and gradient, and the logits
     before the upcast. Taken as if every token were learnt; the loss leaves out those that are not.
     """
-    return 3 * FLOAT32 + (compute if compute < FLOAT32 else 0)
+    return software.logits if COMPUTE_BYTES[precision] < FLOAT32 else 3 * FLOAT32
 
 
-def _fixed(plan: Plan) -> int:
+def _vision_bytes(spec: ModelSpec, plan: Plan, work: Workload) -> float:
+    """The tower's activations: of one layer when it is frozen, of all when it is trained (34 bytes a hidden entry
+    and patch, arXiv:2205.05198 equation 1 without the scores), and the image features.
+    """
+    vision = spec.vision
+    if vision is None or not work.longest_tiles:
+        return 0.0
+    compute = COMPUTE_BYTES[work.precision]
+    patches = plan.micro_batch * work.longest_tiles * vision.patches
+    layer = 17.0 * compute * vision.hidden
+    layers = vision.layers if work.train_tower and plan.activation_checkpointing == "none" else 1
+    features = 2 * compute * (vision.hidden + spec.hidden)
+    return patches * (layer * layers + features)
+
+
+def fixed_bytes(plan: Plan, software: Software = ELASTANE) -> float:
+    """CUDA context, library workspaces and communicator buffers, or a CPU process's own memory."""
     if plan.device == "cpu":
-        return int(FIXED_CPU * GIB)
-    return int((FIXED_CUDA + (FIXED_NCCL if plan.world_size > 1 else 0)) * GIB)
+        return FIXED_CPU
+    return software.context + (FIXED_NCCL if plan.world_size > 1 else 0)
+
+
+# --- other peaks --------------------------------------------------------------------------------
+
+
+def save_bytes(spec: ModelSpec, plan: Plan, work: Workload, terms: dict[str, int]) -> int:
+    """The peak while a sharded checkpoint is written: all states, no activations, one gathered layer beside them."""
+    kept = sum(
+        terms.get(name, 0) for name in ("weights", "gradients", "optimizer", "casts", "buckets", "fixed")
+    )
+    return int(kept + spec.layer_parameters / plan.tp * FLOAT32)
+
+
+def evaluation_bytes(
+    spec: ModelSpec, plan: Plan, work: Workload, software: Software, terms: dict[str, int], rows: int
+) -> int:
+    """The peak while `rows` held-out rows are scored at once: weights, one layer's forward pass and the logits."""
+    kept = sum(terms.get(name, 0) for name in ("weights", "optimizer", "casts", "gathered", "fixed"))
+    compute = COMPUTE_BYTES[work.precision]
+    widest = 4 * spec.hidden + 3 * _active_ffn(spec)
+    logits = (FLOAT32 + compute) * spec.vocab / (plan.tp if software.vocab_parallel else 1)
+    return int(kept + rows * work.sequence * (compute * widest / plan.tp + logits))
+
+
+def model_flop_parameters(spec: ModelSpec) -> int:
+    """Parameters that count for FLOPs: those a token is multiplied with."""
+    return active_parameters(spec)

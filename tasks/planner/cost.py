@@ -1,0 +1,64 @@
+"""Everything a Plan costs, in one contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tasks.contracts import CostEstimate, ModelSpec, Plan
+from tasks.planner.host_memory import host_memory
+from tasks.planner.machine import Machine
+from tasks.planner.memory import evaluation_bytes, memory, save_bytes
+from tasks.planner.time import model_flops, seconds
+from tasks.planner.workload import ELASTANE, Software, Workload
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """One recipe on one machine.
+
+    `margin` is the share of GPU memory kept free, `evaluation_rows` the rows scored at once in evaluation.
+    """
+
+    spec: ModelSpec
+    work: Workload
+    machine: Machine
+    margin: float = 0.1
+    evaluation_rows: int = 8
+    software: Software = ELASTANE
+
+    def memory_limit(self, plan: Plan) -> int:
+        """Bytes one rank may fill. Ranks on one CPU share its memory."""
+        if plan.device == "cpu":
+            return int(self.machine.gpu_memory * (1 - self.margin) / plan.world_size)
+        return int(self.machine.gpu_memory * (1 - self.margin))
+
+    def host_limit(self) -> int:
+        return int(self.machine.host_memory * (1 - self.margin))
+
+    def estimate(self, plan: Plan) -> CostEstimate:
+        """Memory, host memory, time, tokens/s and MFU of a plan, whether it fits or not."""
+        terms = memory(self.spec, plan, self.work, self.software)
+        spent = seconds(self.spec, plan, self.work, self.machine, self.software)
+        total = sum(spent.values())
+        world = plan.world_size
+        flops = model_flops(self.spec, self.work) * plan.global_batch
+        peak = self.machine.peak * (world if plan.device == "cuda" else 1)
+        return CostEstimate(
+            memory_bytes=terms,
+            memory_limit_bytes=self.memory_limit(plan),
+            seconds=spent,
+            tokens_per_second=plan.global_batch * self.work.mean_row / total,
+            mfu=flops / total / peak,
+            save_bytes=save_bytes(self.spec, plan, self.work, terms),
+            evaluation_bytes=evaluation_bytes(
+                self.spec, plan, self.work, self.software, terms, self.evaluation_rows
+            ),
+            host_bytes=host_memory(self.spec, plan, self.work, self.machine),
+            host_limit_bytes=self.host_limit(),
+        )
+
+    def fits(self, cost: CostEstimate) -> bool:
+        """Whether GPU and host hold it. On a CPU both are the same memory, which is counted once."""
+        if cost.peak_bytes > cost.memory_limit_bytes:
+            return False
+        return self.machine.device == "cpu" or sum(cost.host_bytes.values()) <= cost.host_limit_bytes

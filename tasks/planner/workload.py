@@ -1,0 +1,112 @@
+"""What is to be trained, and how the trainer keeps and computes it: what the cost model needs beside model and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tasks.contracts import DataManifest, Precision
+from tasks.params import TrainParams
+
+Method = Literal["full", "lora", "qlora"]
+StageSplit = Literal["even", "by_flops"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One recipe in numbers.
+
+    `sequence` is the longest row in tokens, image tokens included, and decides memory; `mean_row` the average row
+    and decides speed. `padded` micro-batches are filled up to their longest row (about `sequence`), packed or even
+    ones are not. `tiles` vision tiles an average row has, `longest_tiles` the fullest row.
+    """
+
+    method: Method
+    precision: Precision
+    sequence: int
+    mean_row: float
+    lora_rank: int = 16
+    lora_targets: str | Sequence[str] = "all-linear"
+    padded: bool = False
+    tiles: float = 0.0
+    longest_tiles: int = 0
+    train_tower: bool = False
+    train_embeddings: bool = False
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes a token and layer that the forward pass keeps for the backward pass, by width.
+
+    hidden, ffn, query (heads x head_dim) and key (kv_heads x head_dim, key and value together) are
+    factors of those widths; `norm` is what a query and key norm (qwen3) adds to query and key.
+    """
+
+    hidden: float
+    ffn: float
+    query: float
+    key: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a trainer keeps its states and runs its layers. Bytes are of one parameter unless said otherwise.
+
+    Full tuning keeps `weight` + `cast` (the copy autocast makes) + `gradient` + `accumulated` (a float32 sum beside
+    the gradients while accumulating) + `moments` + `master`. `frozen` is the stored width of frozen weights (None:
+    the compute precision). `saved` overrides the activation table, `ungated_saved` for MLPs with one up projection.
+    `scores` bytes a head and pair of positions are kept by attention that stores its scores (0 for flash). `logits`
+    bytes a token and vocabulary entry stand at the peak; `chunked_loss` computes the loss in pieces instead.
+    `gathered_inputs` bytes a token and hidden entry of a layer stay unsharded under tensor parallelism. `context`
+    bytes are outside the allocator, `reserved` is the ratio of reserved to allocated memory. `elementwise` bytes of
+    traffic, a token and hidden (`[0]`) or ffn entry (`[1]`), are what a layer's forward pass moves beside its
+    matmuls. `launch` seconds is the least time of a layer's forward pass. `overlap` is the share of the data-parallel
+    traffic that may hide behind computing.
+    """
+
+    name: str
+    weight: float = 4
+    cast: float = 2
+    gradient: float = 4
+    accumulated: float = 0
+    moments: float = 8
+    master: float = 0
+    bucket: float = 4
+    frozen: float | None = None
+    saved: Mapping[tuple[str, int], SavedBytes] = field(default_factory=dict)
+    residual: float | None = None
+    scores: float = 0
+    logits: float = 14
+    chunked_loss: bool = False
+    gathered_inputs: float = 0
+    context: float = 1.0 * 2**30
+    reserved: float = 1.0
+    stage_split: StageSplit = "even"
+    elementwise: tuple[float, float] = (60.0, 12.0)
+    launch: float = 1.5e-3
+    lora_launch: float = 3.7e-3
+    overlap: float = 0.9
+    gradient_traffic: float = 4
+    vocab_parallel: bool = True
+    zero_bucket: float = 0.4e9
+
+
+# This project's trainer: float32 weights, gradients and AdamW moments, autocast (tasks/trainer/torch_engine.py).
+# A layer's launch times were measured with it on one H200 host (benchmarks/results/
+# first-light-h200-x1-small-batches.json): 4.5 ms a layer forward and backward for full tuning, 11 ms for LoRA.
+ELASTANE = Software(name="elastane")
+
+
+def workload(train: TrainParams, manifest: DataManifest, precision: Precision) -> Workload:
+    """The recipe of params.yaml on the prepared rows."""
+    split = manifest.train
+    return Workload(
+        method=train.finetuning_type,
+        precision=precision,
+        sequence=split.longest,
+        mean_row=split.tokens / split.rows,
+        lora_rank=train.lora.rank,
+        lora_targets=train.lora.targets if isinstance(train.lora.targets, str) else tuple(train.lora.targets),
+    )
