@@ -11,8 +11,8 @@ class Calibration:
 
     A matmul of M x K by K x N reaches `matmul` x M/(M+rows) x N/(N+width) x K/(K+width) of the peak. Attention
     reaches `attention` of the peak, memory-bound work `bandwidth` of the memory rate. `link` is the reached share of
-    NVLink or PCIe, `network` of the fabric. Every collective takes `latency` seconds a hop inside a node and
-    `network_latency` between nodes. `contention` is how much slower computing gets by hidden traffic, `step` seconds
+    NVLink or PCIe, `network` of the fabric, by messages much larger than `half_size` bytes, which get half of it.
+    Every collective takes `latency` seconds a hop inside a node and `network_latency` between nodes. `contention` is how much slower computing gets by hidden traffic, `step` seconds
     are spent once a step outside the model.
     """
 
@@ -27,48 +27,52 @@ class Calibration:
     network_latency: float
     contention: float
     step: float
+    half_size: float
 
 
 # Fitted by benchmarks/planner_fit.py on published runs; A100 and H100 have hundreds of rows each, other types take
 # those of the nearest generation.
 A100 = Calibration(
-    matmul=0.85,
-    rows=300,
-    width=500,
-    attention=0.45,
-    bandwidth=0.8,
-    link=0.65,
-    network=0.8,
-    latency=12e-6,
-    network_latency=30e-6,
-    contention=0.1,
-    step=0.02,
+    matmul=0.89,
+    rows=450,
+    width=20,
+    attention=0.33,
+    bandwidth=0.6,
+    link=0.42,
+    network=0.45,
+    latency=5e-6,
+    network_latency=20e-6,
+    contention=0.3,
+    step=0.003,
+    half_size=1e6,
 )
 H100 = Calibration(
-    matmul=0.72,
-    rows=500,
-    width=800,
-    attention=0.35,
-    bandwidth=0.8,
-    link=0.65,
-    network=0.8,
-    latency=12e-6,
-    network_latency=30e-6,
-    contention=0.1,
-    step=0.02,
+    matmul=0.7,
+    rows=1000,
+    width=240,
+    attention=0.2,
+    bandwidth=0.6,
+    link=0.9,
+    network=0.42,
+    latency=5e-6,
+    network_latency=240e-6,
+    contention=0.08,
+    step=0.03,
+    half_size=30e6,
 )
 CONSUMER = Calibration(
     matmul=0.8,
-    rows=200,
-    width=300,
-    attention=0.4,
-    bandwidth=0.8,
-    link=0.4,
-    network=0.8,
-    latency=30e-6,
+    rows=300,
+    width=50,
+    attention=0.35,
+    bandwidth=0.7,
+    link=0.5,
+    network=0.5,
+    latency=20e-6,
     network_latency=50e-6,
-    contention=0.1,
-    step=0.02,
+    contention=0.2,
+    step=0.01,
+    half_size=1e6,
 )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tasks.contracts import CostEstimate, ModelSpec, Plan
+from tasks.planner.compute import model_flops
 from tasks.planner.host_memory import host_memory
 from tasks.planner.machine import Machine
 from tasks.planner.memory import evaluation_bytes, memory, save_bytes
-from tasks.planner.time import model_flops, seconds
+from tasks.planner.time import seconds
 from tasks.planner.workload import ELASTANE, Software, Workload
 
 

@@ -39,7 +39,7 @@ def ring_seconds(machine: Machine, group: Group, size: float, trips: int) -> flo
         # NCCL's trees between nodes make the latency grow with the logarithm of their number.
         speed = min(speed, machine.fabric * constants.network * inside / machine.gpus_per_node)
         hops += trips * (nodes - 1).bit_length() * constants.network_latency
-    return hops + share / speed
+    return hops + share / speed * (1 + constants.half_size / size)
 
 
 def point_to_point(machine: Machine, size: float, between_nodes: bool) -> float:

@@ -62,8 +62,10 @@ class Software:
     `gathered_inputs` bytes a token and hidden entry of a layer stay unsharded under tensor parallelism. `context`
     bytes are outside the allocator, `reserved` is the ratio of reserved to allocated memory. `elementwise` bytes of
     traffic, a token and hidden (`[0]`) or ffn entry (`[1]`), are what a layer's forward pass moves beside its
-    matmuls. `launch` seconds is the least time of a layer's forward pass. `overlap` is the share of the data-parallel
-    traffic that may hide behind computing.
+    matmuls. `launch` seconds is the least time of a layer's forward pass, for its kernels cannot be launched faster;
+    each adapter adds `adapter_launch`. `overlap` is the share of the data-parallel traffic that may hide behind
+    computing. `host_wait` seconds a tensor-parallel rank are the least a layer takes, without and with pipeline stages: what
+    the host spends on cutting and joining tensors for collectives.
     """
 
     name: str
@@ -86,7 +88,8 @@ class Software:
     stage_split: StageSplit = "even"
     elementwise: tuple[float, float] = (60.0, 12.0)
     launch: float = 1.5e-3
-    lora_launch: float = 3.7e-3
+    adapter_launch: float = 0.32e-3
+    host_wait: tuple[float, float] = (0.0, 0.0)
     overlap: float = 0.9
     gradient_traffic: float = 4
     vocab_parallel: bool = True

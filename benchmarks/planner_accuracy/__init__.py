@@ -1,0 +1,1 @@
+"""How far the planner's predictions are from published measurements."""

@@ -1,0 +1,150 @@
+"""What published trainers keep and compute, as a `Software` each: facts of their code and reports, none fitted a file.
+
+Bytes of states follow each trainer's precision recipe; where a framework's own documentation is the source it is
+named. What could not be found is left as this project's own value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tasks.planner.memory import GIB
+from tasks.planner.workload import ELASTANE, SavedBytes, Software
+
+# Fused kernels (Megatron's softmax, bias-GELU; flash attention with fused norms) keep the published 34 s b h of a
+# GPT layer, or about 20h + 8f of a gated one (arXiv:2205.05198 equation 1).
+FUSED = {("full", 2): SavedBytes(18, 8, 4, 4, 4), ("lora", 2): SavedBytes(14, 8, 4, 4, 4)}
+
+# bf16 weights and gradients, float32 gradient sum, float32 master and moments; stages are filled by FLOPs; inputs of
+# column-parallel layers are kept gathered (its tp_recompute_allgather off).
+NANOTRON = Software(
+    name="nanotron",
+    weight=2,
+    cast=0,
+    gradient=2,
+    accumulated=4,
+    moments=8,
+    master=4,
+    bucket=0,
+    zero_bucket=0,
+    saved=FUSED,
+    logits=12,
+    gathered_inputs=2.5,
+    host_wait=(0.5e-3, 3.2e-3),
+    launch=1.12e-3,
+    context=0.3 * GIB,
+    stage_split="by_flops",
+    elementwise=(33, 10),
+    overlap=0.02,
+    gradient_traffic=4,
+)
+# fp16 or bf16 weights, gradients of the same width, float32 master and moments (arXiv:1910.02054 section 3.1).
+MEGATRON = Software(
+    name="megatron",
+    weight=2,
+    cast=0,
+    gradient=2,
+    moments=8,
+    master=4,
+    bucket=0,
+    zero_bucket=0,
+    saved=FUSED,
+    logits=10,
+    launch=0.81e-3,
+    adapter_launch=0.1e-3,
+    context=2.0 * GIB,
+    reserved=1.05,
+    elementwise=(10, 10),
+    overlap=0.0,
+    gradient_traffic=2,
+)
+# FSDP2 with float32 sharded weights and bf16 computing (its llama3 configurations).
+TORCHTITAN = Software(
+    name="torchtitan",
+    weight=4,
+    cast=0,
+    gradient=4,
+    moments=8,
+    saved=FUSED,
+    logits=10,
+    context=1.0 * GIB,
+    launch=1.0e-3,
+    elementwise=(30, 8),
+    overlap=0.8,
+    gradient_traffic=4,
+)
+FOUNDRY = replace(TORCHTITAN, name="llm-foundry", elementwise=(50, 12))
+# The HF Trainer: bf16 models are tuned in bf16 with bf16 gradients and moments unless DeepSpeed or autocast is on.
+HF_TRAINER = replace(
+    ELASTANE,
+    name="hf-trainer",
+    weight=4,
+    cast=2,
+    gradient=4,
+    moments=8,
+    logits=14,
+    residual=2,
+    launch=0.64e-3,
+    adapter_launch=0.1e-3,
+    context=1.2 * GIB,
+    reserved=1.08,
+)
+LITGPT = replace(
+    ELASTANE,
+    name="litgpt",
+    weight=2,
+    cast=0,
+    gradient=2,
+    moments=4,
+    logits=14,
+    residual=2,
+    context=0.0,
+    launch=1.39e-3,
+    adapter_launch=0.1e-3,
+)
+FSDP_QLORA = replace(
+    ELASTANE,
+    name="fsdp-qlora",
+    weight=2,
+    cast=0,
+    gradient=2,
+    moments=4,
+    residual=2,
+    context=0.0,
+    launch=0.9e-3,
+    adapter_launch=0.1e-3,
+)
+TORCHTUNE = replace(
+    ELASTANE,
+    name="torchtune",
+    weight=2,
+    cast=0,
+    gradient=2,
+    moments=4,
+    logits=14,
+    residual=2,
+    context=0.3 * GIB,
+)
+
+
+def framework_of(name: str) -> Software:
+    """The Software whose habits the row's framework follows; this project's own where it is not known."""
+    table = (
+        ("nanotron", NANOTRON),
+        ("Megatron", MEGATRON),
+        ("DeepSpeed ZeRO-3", MEGATRON),
+        ("NeMo AutoModel", TORCHTITAN),
+        ("NeMo", MEGATRON),
+        ("torchtitan", TORCHTITAN),
+        ("fms-fsdp", replace(TORCHTITAN, name="fms-fsdp", weight=4)),
+        ("llm-foundry", FOUNDRY),
+        (
+            "ms-swift",
+            replace(HF_TRAINER, name="ms-swift", launch=0.84e-3, weight=2, cast=0, gradient=2, moments=4),
+        ),
+        ("HF Trainer", HF_TRAINER),
+        ("LitGPT", LITGPT),
+        ("fsdp_qlora", FSDP_QLORA),
+        ("torchtune", TORCHTUNE),
+    )
+    return next((software for key, software in table if key in name), ELASTANE)

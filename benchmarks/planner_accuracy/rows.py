@@ -1,0 +1,370 @@
+"""One published row -> what the planner is asked, and what was measured; or the reason it cannot be asked."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from benchmarks.planner_accuracy.frameworks import framework_of
+from tasks.contracts import ModelSpec, Plan
+from tasks.planner.cost import CostModel
+from tasks.planner.hardware_names import named_hardware
+from tasks.planner.machine import Machine, machine
+from tasks.planner.workload import Software, Workload
+
+Row = dict[str, str]
+GB = 1e9
+GIB = 2.0**30
+
+GPUS = (  # part of gpu_type -> name in the planner's table; the first that is found counts
+    ("GB300", "GB300"),
+    ("GB200", "GB200"),
+    ("B300", "B300"),
+    ("B200", "B200"),
+    ("H200", "H200"),
+    ("H100", "H100"),
+    ("A100", "A100-80G"),
+    ("RTX-4090", "RTX4090"),
+    ("RTX-3090", "RTX3090"),
+    ("A6000-Ada", "RTX6000Ada"),
+    ("A6000", "A6000"),
+    ("A5000", "A5000"),
+)
+# What joins the nodes where a report says it; all others are taken for one 200 Gbit/s port a GPU.
+FABRIC = {"i2": "IB100", "i1": "EFA3200", "i3": "4xIB100"}
+ALPACA_MEAN = 120.0  # tokens of an average Alpaca row with its prompt
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked and what was measured. Seconds and bytes are None where the row does not give them."""
+
+    regime: tuple[str, str, str]
+    source: str
+    model: str
+    gpu: str
+    cost: CostModel
+    plan: Plan
+    seconds: float | None
+    memory: float | None
+    status: str
+    context_counts: bool
+
+
+class Skip(Exception):
+    """Why a row cannot be asked, in words."""
+
+
+def case_of(row: Row) -> Case:
+    """The row as a question to the planner.
+
+    Raises:
+        Skip: a precision, method or layout that the planner does not plan, or numbers that are missing.
+    """
+    _refuse(row)
+    spec = _spec(row)
+    plan = _plan(row, spec)
+    software = _software(row)
+    work = _work(row, spec)
+    hardware = _machine(row, plan)
+    parallel = "+".join(
+        name
+        for name, used in (
+            ("tp", plan.tp > 1),
+            ("pp", plan.pp > 1),
+            (plan.sharding if plan.sharding != "none" else "dp", plan.data_parallel > 1),
+        )
+        if used
+    )
+    source = row["file"].removesuffix(".csv")
+    return Case(
+        regime=(source, work.method, parallel or "single"),
+        source=source,
+        model=row["model"],
+        gpu=row["gpu_type"],
+        cost=CostModel(spec, work, hardware, 0.0, 1, software),
+        plan=plan,
+        seconds=_seconds(row, plan, work),
+        memory=_memory(row),
+        status=row["status"],
+        context_counts="nvidia-smi" in row.get("mem_kind", ""),
+    )
+
+
+def _refuse(row: Row) -> None:
+    precision = row["precision"].lower()
+    if any(word in precision for word in ("fp8", "float8", "fp4")):
+        raise Skip("8- or 4-bit floating-point computing is not planned")
+    if "gptq" in precision:
+        raise Skip("GPTQ bases are not planned")
+    if "adapter" in row["method"]:
+        raise Skip("LLaMA-Adapter methods are not planned")
+    if number(row, "cp", 1) > 1:
+        raise Skip("context parallelism is not planned")
+    if "naive" in row["sharding"]:
+        raise Skip("naive layer placement (device_map) is not planned")
+    if row["status"] == "unsupported":
+        raise Skip("the framework does not support it, so nothing was measured")
+    if number(row, "ep", 1) > 1:
+        raise Skip("expert parallelism is not planned")
+    for key in ("hidden", "layers", "seq_len", "num_gpus"):
+        if not row.get(key):
+            raise Skip(f"no {key} is given")
+    if not row.get("dp"):
+        raise Skip("no layout is given")
+
+
+def number(row: Row, key: str, default: float) -> float:
+    text = row.get(key, "")
+    return float(text) if text not in ("", "nan") else default
+
+
+# --- model --------------------------------------------------------------------------------------
+
+
+def _spec(row: Row) -> ModelSpec:
+    hidden, layers = int(number(row, "hidden", 0)), int(number(row, "layers", 0))
+    heads = int(number(row, "heads", hidden // 128))
+    kv_heads = int(number(row, "kv_heads", heads))
+    ffn, vocab = int(number(row, "ffn", 4 * hidden)), int(number(row, "vocab", 50257))
+    tied = number(row, "tied_emb", 0) == 1
+    head = hidden // heads
+    attention = hidden * hidden * 2 + 2 * hidden * kv_heads * head
+    tables = vocab * hidden * (1 if tied else 2)
+
+    def total(matrices: int) -> float:
+        return tables + layers * (attention + matrices * hidden * ffn)
+
+    stated = number(row, "params_b", 0) * 1e9
+    gated = abs(total(3) - stated) < abs(total(2) - stated) if stated else ffn != 4 * hidden
+    shapes = [
+        ("q_proj", hidden, heads * head),
+        ("k_proj", hidden, kv_heads * head),
+        ("v_proj", hidden, kv_heads * head),
+        ("o_proj", heads * head, hidden),
+        ("up_proj", hidden, ffn),
+        ("down_proj", ffn, hidden),
+    ]
+    if gated:
+        shapes.insert(4, ("gate_proj", hidden, ffn))
+    layer = sum(d_in * d_out for _, d_in, d_out in shapes) + 2 * hidden
+    return ModelSpec(
+        family="published",
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head,
+        vocab=vocab,
+        max_positions=1,
+        tied_embeddings=tied,
+        gated_mlp=gated,
+        fused_qkv=False,
+        query_key_norm=False,
+        position="rope",
+        sliding_window=None,
+        parameters=layers * layer + tables + hidden,
+        layer_parameters=layer,
+        embedding_parameters=vocab * hidden,
+        linear_shapes=tuple(shapes),
+        moe=None,
+        vision=None,
+    )
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+SHARDING = (
+    ("zero1", "zero1"),
+    ("dist-optimizer", "zero1"),
+    ("zero2", "zero2"),
+    ("zero3", "zero3"),
+    ("fsdp", "fsdp2"),
+    ("hsdp", "fsdp2"),
+)
+
+
+def _plan(row: Row, spec: ModelSpec) -> Plan:
+    dp, tp, pp = (int(number(row, key, 1)) for key in ("dp", "tp", "pp"))
+    text = row["sharding"].lower()
+    sharding = next((kind for key, kind in SHARDING if key in text), "none")
+    micro = int(number(row, "micro_batch", 1))
+    batch = number(row, "global_batch", 0)
+    accumulation = number(row, "grad_accum", 0) or (batch / dp / micro if batch else 1)
+    if number(row, "micro_batch", 0) == 0 and not row.get("global_batch"):
+        raise Skip("no batch is given")
+    virtual = int(number(row, "vpp", 1))
+    kept = row["act_ckpt"].lower()
+    if not kept and row["framework"] == "torchtune":
+        kept = "full"  # its recipes have enable_activation_checkpointing on
+    level = "selective" if "selective" in kept else "full" if kept.startswith(("full", "on")) else "none"
+    if sharding == "none":
+        replicate, shard = dp, 1
+    else:
+        per_node = 8
+        replicate = dp // per_node if "hsdp" in text and dp > per_node else 1
+        shard = dp // replicate
+    schedule = "none" if pp == 1 else "interleaved1f1b" if virtual > 1 else "1f1b"
+    return Plan.model_construct(
+        engine="torch",
+        device="cuda",
+        backend="nccl",
+        dp_replicate=replicate,
+        dp_shard=shard,
+        tp=tp,
+        pp=pp,
+        schedule=schedule,
+        micro_batch=micro,
+        accumulation=max(1, round(accumulation)),
+        activation_checkpointing=level,
+        offload="none",
+        replication="ddp",
+        sharding=sharding,
+        sequence_parallel=_sequence_parallel(row, tp),
+        virtual_stages=max(1, virtual),
+        offload_parameters="cpu" if "params" in row["offload"] else "none",
+    )
+
+
+def _sequence_parallel(row: Row, tp: int) -> bool:
+    if tp == 1:
+        return False
+    return any(
+        word in row["framework"] + row["act_ckpt"] for word in ("nanotron", "torchtitan", "+SP", "Bridge")
+    )
+
+
+# --- work, software, machine --------------------------------------------------------------------
+
+
+def _work(row: Row, spec: ModelSpec) -> Workload:
+    method = "qlora" if "qlora" in row["method"] else "lora" if "lora" in row["method"] else "full"
+    text = row["lora_targets"].lower()
+    if "fsdp_qlora" in row["framework"] or not text:
+        text = "all-linear"
+    targets: str | tuple[str, ...] = "all-linear"
+    if "c_attn" in text:
+        targets = ("q_proj", "k_proj", "v_proj")
+    elif text == "q,v":
+        targets = ("q_proj", "v_proj")
+    sequence = int(number(row, "seq_len", 0))
+    precision = "float16" if row["precision"].startswith("fp16") else "bfloat16"
+    return Workload(
+        method=method,
+        precision=precision,
+        sequence=sequence,
+        mean_row=_mean_row(row, sequence),
+        lora_rank=int(number(row, "lora_rank", 64)) if method != "full" else 1,
+        lora_targets=targets,
+        train_embeddings="+emb" in row["method"],
+    )
+
+
+def _mean_row(row: Row, sequence: int) -> float:
+    """The average row where a limit drops longer ones (ms-swift's truncation_strategy is delete by default): the mean
+    of x below the limit for a log-normal x with the stated moments; or a short instruction set's average.
+    """
+    stated = re.search(r"dataset mean ([\d.]+) tokens sd ([\d.]+)", row["notes"])
+    if stated:
+        mean, deviation = float(stated[1]), float(stated[2])
+        variance = math.log(1 + (deviation / mean) ** 2)
+        mu = math.log(mean) - variance / 2
+        edge = (math.log(sequence) - mu) / math.sqrt(variance)
+        return mean * _normal(edge - math.sqrt(variance)) / _normal(edge)
+    if "Alpaca" in row["notes"]:
+        return ALPACA_MEAN
+    return float(sequence)
+
+
+def _normal(x: float) -> float:
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def _software(row: Row) -> Software:
+    software = framework_of(row["framework"])
+    if row["attn_impl"].startswith(("fused-softmax", "unfused", "eager")):
+        software = replace(software, scores=2.8)
+    if "fp32-accum" in row["grad_dtype"] and software.accumulated == 0:
+        software = replace(software, gradient=4.0, gradient_traffic=4.0)
+    if "8bit" in row["optimizer"]:
+        software = replace(software, moments=2.0)
+    if "step-in-b" in row["optimizer"]:
+        software = replace(software, gradient=0.0)
+    if row["compile"] == "yes":
+        near, far = software.elementwise
+        software = replace(software, elementwise=(near * 0.6, far * 0.6), logits=software.logits - 2)
+    if "chunked CE" in row["notes"]:
+        software = replace(software, chunked_loss=True)
+    if "DEFAULT" not in row["notes"] and "PURE" in row["notes"]:
+        software = replace(software, gradient_traffic=2.0)
+    return software
+
+
+_machines: dict[tuple[str, int, int, str, str], Machine] = {}
+
+
+def _machine(row: Row, plan: Plan) -> Machine:
+    kind = next((name for key, name in GPUS if key in row["gpu_type"]), None)
+    if kind is None:
+        raise Skip(f"GPU {row['gpu_type']} is not in the planner's table")
+    gpus = int(number(row, "num_gpus", 1))
+    nodes = int(number(row, "nodes", max(1, gpus // 8)))
+    each = max(1, gpus // nodes)
+    fabric = FABRIC.get(row["file"].split("_")[0], "IB200")
+    key = (kind, each, nodes, fabric, row.get("gpu_mem_gb", ""))
+    if key not in _machines:
+        text = f"{each}x{kind}" + (f" x {nodes} nodes {fabric}" if nodes > 1 else "")
+        found = machine(named_hardware(text), "bfloat16")
+        memory = number(row, "gpu_mem_gb", 0)
+        if memory:
+            found = replace(found, gpu_memory=int(memory * GIB * 0.99))
+        if "no NVLink" in row["gpu_type"] or "PCIe" in row["gpu_type"]:
+            found = replace(found, link=min(found.link, 12e9))
+        if "HBM2e" in row["gpu_type"]:
+            found = replace(found, peak=found.peak * 0.81, bandwidth=2.0e12)
+        _machines[key] = found
+    return _machines[key]
+
+
+# --- measurements -------------------------------------------------------------------------------
+
+
+def _seconds(row: Row, plan: Plan, work: Workload) -> float | None:
+    """Seconds of an optimizer step, from whichever figure the row gives."""
+    if row["status"] != "ok":
+        return None
+    if row.get("iter_time_s"):
+        taken = float(row["iter_time_s"])
+        taken = taken * plan.accumulation if "micro-batch iteration" in row["notes"] else taken
+        tflops = number(row, "tflops_per_gpu", 0)
+        if tflops and not 0.5 < _from_tflops(row, plan, work) / taken < 2:
+            return None  # the row's own time and TFLOP/s contradict each other
+        return taken
+    tokens = plan.global_batch * work.sequence
+    if row.get("tokens_per_s_per_gpu"):
+        return tokens / (float(row["tokens_per_s_per_gpu"]) * plan.world_size)
+    if row.get("samples_per_s"):
+        return plan.global_batch / float(row["samples_per_s"])
+    if row.get("tflops_per_gpu"):
+        return _from_tflops(row, plan, work)
+    return None
+
+
+def _from_tflops(row: Row, plan: Plan, work: Workload) -> float:
+    """Megatron's hardware FLOPs with full recomputation: 96 B l s h^2 (1 + s/6h + V/16lh) (arXiv:2104.04473 eq. 3)."""
+    h, layers, s = (number(row, key, 0) for key in ("hidden", "layers", "seq_len"))
+    vocab = number(row, "vocab", 50257)
+    flops = 96 * plan.global_batch * layers * s * h * h * (1 + s / (6 * h) + vocab / (16 * layers * h))
+    return flops / (float(row["tflops_per_gpu"]) * 1e12 * plan.world_size)
+
+
+def _memory(row: Row) -> float | None:
+    """Bytes a GPU. Figures summed over GPUs are divided, as the notes say."""
+    if not row.get("mem_per_gpu") or row["status"] != "ok":
+        return None
+    unit = {"GB": GB, "MiB": 2.0**20}.get(row["mem_unit"], GIB)
+    if row["mem_kind"].startswith("nvidia-smi"):
+        unit = GIB
+    return float(row["mem_per_gpu"]) * unit

@@ -1,0 +1,191 @@
+"""Why a plan does not fit, and the nearest thing that would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from tasks.contracts import Candidate, CostEstimate, Plan
+from tasks.planner.legal import RULES, broken
+from tasks.planner.problem import Pins, Problem
+from tasks.planner.space import RuledOut, complexity, layouts, levels, micro_batches
+from tasks.planner.words import excess, gib, largest_terms, moment, settings, shortage, terms
+
+SHORTEST = 128  # tokens; halving rows stops here
+MOST_NODES = 8
+A_NODE = 8
+WAYS = 3
+METHODS = ("lora", "qlora")
+
+
+def too_large(problem: Problem, plan: Plan, cost: CostEstimate, fitting: Sequence[Plan]) -> str:
+    """What there is too little of, by how much, and the plan nearest to this one that fits."""
+
+    def distance(other: Plan) -> tuple[bool, bool, bool, int]:
+        return (
+            (other.tp, other.pp) != (plan.tp, plan.pp),
+            (other.dp_replicate, other.sharding) != (plan.dp_replicate, plan.sharding),
+            other.activation_checkpointing != plan.activation_checkpointing,
+            abs(other.micro_batch - plan.micro_batch),
+        )
+
+    return f"{shortage(cost, plan.device)}; fits as {settings(min(fitting, key=distance))}"
+
+
+def with_neighbours(problem: Problem, rejected: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The first `count` rejections also say under which other method, length or number of ranks they would fit."""
+    told = list(rejected)
+    for index, candidate in enumerate(told[:count]):
+        ways = list(_neighbours(problem, candidate.plan))
+        if ways:
+            sentence = f"{candidate.rejected}; this plan itself would fit {', or '.join(ways[:WAYS])}"
+            told[index] = candidate.model_copy(update={"rejected": sentence})
+    return told
+
+
+def _neighbours(problem: Problem, plan: Plan) -> Iterator[str]:
+    def fits(changed: Problem, other: Plan) -> bool:
+        return broken(other, changed.ground, RULES) is None and changed.cost.fits(changed.cost.estimate(other))
+
+    for method in _methods(problem):
+        changed = problem.changed(work=replace(problem.work, method=method))
+        if fits(changed, plan):
+            yield f"with {method}"
+            break
+    for sequence in _lengths(problem):
+        changed = _shorter(problem, sequence)
+        if fits(changed, plan):
+            yield f"at max_length {sequence}"
+            break
+    for factor in (2, 4, 8) if plan.dp_shard > 1 and plan.accumulation > 1 else ():
+        if plan.accumulation % factor == 0:
+            more = {"dp_shard": plan.dp_shard * factor, "accumulation": plan.accumulation // factor}
+            changed = _grown(problem, plan.world_size * factor)
+            other = plan.model_copy(update=more)
+            if fits(changed, other):
+                yield f"as {other.name} on {other.world_size} GPUs"
+                break
+
+
+def nothing_fits(problem: Problem, unfit: Sequence[tuple[Plan, CostEstimate]]) -> str:
+    """The one sentence when no plan fits: the nearest, what it lacks, and the ways out."""
+    plan, cost = min(unfit, key=lambda pair: excess(pair[1], pair[0].device))
+    where = "GPU" if plan.device == "cuda" else "process"
+    host = sum(cost.host_bytes.values())
+    if cost.peak_bytes > cost.memory_limit_bytes:
+        need = (
+            f"needs {gib(cost.peak_bytes)} GiB of {gib(cost.memory_limit_bytes)} GiB a {where} {moment(cost)} "
+            f"(select_strategy.memory_margin={problem.margin:g} kept free) even as {settings(plan)} ({terms(cost)})"
+        )
+    else:
+        need = (
+            f"needs {gib(host)} GiB of {gib(cost.host_limit_bytes)} GiB host memory a node even as {settings(plan)} "
+            f"({largest_terms(cost.host_bytes)})"
+        )
+    ways = _ways_out(problem)
+    if not ways:
+        ways = [
+            "use a smaller model, a smaller prepare_data.max_length "
+            f"(longest row: {problem.work.sequence} tokens) or a device with more memory"
+        ]
+    return (
+        f"no plan fits: {problem.work.method} fine-tuning of this {problem.spec.parameters / 1e9:.2f} B "
+        f"parameter model {need}; {', or '.join(ways[:WAYS])}"
+    )
+
+
+def _ways_out(problem: Problem) -> list[str]:
+    """Changes that would make it fit: dropping the pins, a lighter method, more GPUs, shorter rows."""
+
+    def told(text: str, changed: Problem) -> str | None:
+        found = first_fit(changed)
+        if found is None:
+            return None
+        plan, cost = found
+        return f"{text}, which fits as {settings(plan)} with {gib(cost.peak_bytes)} GiB"
+
+    free = problem.changed(pins=Pins(gpus=problem.pins.gpus, backend=problem.pins.backend))
+    ways: list[str | None] = []
+    if problem.evaluation_rows > 1:
+        ways.append(told("set evaluate.batch_size=1", problem.changed(evaluation_rows=1)))
+    if ways and ways[0]:
+        return [ways[0]]
+    if problem.pins.any:
+        ways.append(told("leave those keys of select_strategy auto", free))
+    if ways and ways[-1]:
+        return [ways[-1]]
+    for method in _methods(problem):
+        changed = free.changed(work=replace(problem.work, method=method, lora_targets="all-linear"))
+        ways.append(told(f"use train.finetuning_type={method}", changed))
+        if ways[-1]:
+            break
+    ways.append(_first(_more_gpus(free), lambda pair: told(*pair)))
+    lengths = ((f"set prepare_data.max_length={n}", _shorter(free, n)) for n in _lengths(problem))
+    ways.append(_first(lengths, lambda pair: told(*pair)))
+    return [way for way in ways if way]
+
+
+def _first(
+    changes: Iterator[tuple[str, Problem]], told: Callable[[tuple[str, Problem]], str | None]
+) -> str | None:
+    return next((said for change in changes if (said := told(change))), None)
+
+
+def first_fit(problem: Problem) -> tuple[Plan, CostEstimate] | None:
+    """The simplest plan that fits, with the smallest micro-batch and the most recomputing; None if there is none."""
+    level = levels(problem)[-1]
+    for layout in sorted(layouts(problem, RuledOut()), key=complexity):
+        smallest = next(iter(micro_batches(problem, layout)), None)
+        if smallest is None:
+            continue
+        plan = smallest.model_copy(update={"activation_checkpointing": level})
+        cost = problem.cost.estimate(plan)
+        if problem.cost.fits(cost):
+            return plan, cost
+    return None
+
+
+def _methods(problem: Problem) -> tuple[str, ...]:
+    """Methods that need less than this one, and that can be had."""
+    lighter = {"full": METHODS, "lora": METHODS[1:], "qlora": ()}[problem.work.method]
+    if problem.hardware.device == "cpu":
+        lighter = tuple(method for method in lighter if method != "qlora")
+    return tuple(method for method in lighter if method in problem.capabilities.methods)
+
+
+def _lengths(problem: Problem) -> Iterator[int]:
+    sequence = problem.work.sequence // 2
+    while sequence >= SHORTEST and not problem.work.longest_tiles:
+        yield sequence
+        sequence //= 2
+
+
+def _shorter(problem: Problem, sequence: int) -> Problem:
+    work = problem.work
+    return problem.changed(work=replace(work, sequence=sequence, mean_row=min(work.mean_row, sequence)))
+
+
+def _more_gpus(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Twice as many GPUs again and again: to a full node of eight, then nodes up to MOST_NODES."""
+    gpus = problem.hardware.gpu_count
+    if problem.hardware.device == "cpu" or "fsdp2" not in problem.capabilities.shardings:
+        return
+    while gpus * 2 <= A_NODE * MOST_NODES:
+        gpus *= 2
+        yield f"use {gpus} such GPUs", _grown(problem, gpus)
+
+
+def _grown(problem: Problem, gpus: int) -> Problem:
+    """The same cards in a larger machine; what they share grows with them."""
+    hardware = problem.hardware
+    here = len(hardware.gpus)
+    a_node = max(here, min(gpus, A_NODE))
+    larger = hardware.model_copy(
+        update={
+            "gpus": (hardware.gpus[0],) * a_node,
+            "links": hardware.links if a_node == here else (),
+            "host_memory_bytes": hardware.host_memory_bytes // here * a_node,
+            "nodes": max(hardware.nodes, -(-gpus // a_node)),
+        }
+    )
+    return problem.changed(hardware=larger, pins=replace(problem.pins, gpus=None))

@@ -1,0 +1,130 @@
+"""What one search is about: model, recipe, machine, wishes, and what may be tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from tasks.contracts import HardwareProfile, ModelSpec, Plan, Rates
+from tasks.errors import UserError
+from tasks.params import SelectStrategyParams
+from tasks.planner.cost import CostModel
+from tasks.planner.gpus import MIG
+from tasks.planner.legal import Capabilities, Ground
+from tasks.planner.machine import Machine, machine
+from tasks.planner.workload import Workload
+
+Backend = Literal["nccl", "gloo"]
+DEGREES = {
+    "data_parallel": "data_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "micro_batch": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+}
+WORDS = ("activation_checkpointing", "engine", "backend", "sharding", "offload", "offload_parameters")
+WORDS += ("schedule", "replication")
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What of a plan is wished for; None leaves it to the search. Names are those of `Plan`.
+
+    `gpus` is the most GPUs that may be used.
+    """
+
+    data_parallel: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    activation_checkpointing: str | None = None
+    engine: str | None = None
+    backend: Backend | None = None
+    sharding: str | None = None
+    offload: str | None = None
+    offload_parameters: str | None = None
+    schedule: str | None = None
+    replication: str | None = None
+    gpus: int | None = None
+
+    @classmethod
+    def of(cls, strategy: SelectStrategyParams) -> Pins:
+        """The wishes of params.yaml; auto leaves open."""
+
+        def said(key: str) -> object:
+            value = getattr(strategy, key)
+            return None if value == "auto" else value
+
+        named = {field: said(key) for field, key in DEGREES.items()}
+        named["activation_checkpointing"] = said("activation_checkpointing")
+        return cls(**named, engine=said("engine"), backend=said("ddp_backend"))  # type: ignore[arg-type]
+
+    @property
+    def any(self) -> bool:
+        return self != Pins(gpus=self.gpus, backend=self.backend)
+
+    def allow(self, plan: Plan) -> bool:
+        """Whether a plan is as wished, its micro-batch aside."""
+        return all(
+            getattr(self, name) in (None, getattr(plan, name)) for name in ("data_parallel", "tp", "pp", *WORDS)
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One search. `batch` is the global batch, `margin` the share of memory kept free."""
+
+    spec: ModelSpec
+    hardware: HardwareProfile
+    work: Workload
+    batch: int
+    capabilities: Capabilities
+    pins: Pins = Pins()
+    margin: float = 0.1
+    evaluation_rows: int = 8
+    rates: Rates | None = None
+
+    def changed(self, **values: object) -> Problem:
+        return replace(self, **values)  # type: ignore[arg-type]
+
+    @cached_property
+    def machine(self) -> Machine:
+        return machine(self.hardware, self.work.precision, self.rates)
+
+    @cached_property
+    def cost(self) -> CostModel:
+        return CostModel(self.spec, self.work, self.machine, self.margin, self.evaluation_rows)
+
+    @cached_property
+    def most_ranks(self) -> int:
+        """Processes that can be started: one a GPU (one for MIG slices), and on a CPU as many as are pinned."""
+        if self.hardware.device == "cpu":
+            return max(self.batch, self.pins.tp or 1, self.pins.pp or 1)
+        if any(MIG.search(gpu.name) for gpu in self.hardware.gpus):
+            return 1
+        nodes = self.hardware.nodes if self.capabilities.nodes else 1
+        return min(len(self.hardware.gpus) * nodes, self.pins.gpus or 2**31)
+
+    @cached_property
+    def ground(self) -> Ground:
+        a_node = len(self.hardware.gpus) if self.hardware.device == "cuda" else self.most_ranks
+        return Ground(
+            self.spec, self.work, self.hardware, self.batch, self.most_ranks, a_node, self.pins.tp is not None
+        )
+
+    @property
+    def backend(self) -> Backend:
+        """nccl joins GPUs and gloo CPUs, unless said otherwise.
+
+        Raises:
+            UserError: nccl is wished for on a CPU.
+        """
+        if self.pins.backend is None:
+            return "nccl" if self.hardware.device == "cuda" else "gloo"
+        if self.pins.backend == "nccl" and self.hardware.device == "cpu":
+            raise UserError(
+                "select_strategy.ddp_backend=nccl needs CUDA GPUs, and training is on the CPU here; use gloo or auto"
+            )
+        return self.pins.backend

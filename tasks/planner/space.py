@@ -1,0 +1,275 @@
+"""Every way to split the work that is worth costing: axes, how data-parallel ranks share, pipeline schedules.
+
+Left out is what another plan beats by construction: tensor parallelism without sequence parallelism where that is
+legal (same traffic, more memory), gpipe where 1f1b is legal (same bubble, more memory), plans that start processes
+side by side on one CPU, offload to disk while something else fits. A pin brings any of them back, as does `nvme`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tasks.contracts import Plan
+from tasks.errors import UserError
+from tasks.planner.legal import (
+    LAYOUT,
+    PIPELINE,
+    STEP,
+    TENSOR,
+    Broken,
+    broken,
+    divisors,
+    either,
+    sequence_parallel,
+    stages_have_layers,
+    tp_divides,
+)
+from tasks.planner.problem import Problem
+
+MANY_RANKS = 16
+CHUNKS = (2, 4)
+
+
+class Sharing(NamedTuple):
+    """How data-parallel ranks share: one choice of the plan's fields."""
+
+    engine: str
+    sharding: str
+    dp_replicate: int
+    dp_shard: int
+    offload: str = "none"
+    offload_parameters: str = "none"
+    replication: str = "ddp"
+
+
+class RuledOut(dict[tuple[str, int, int], tuple[Plan, str]]):
+    """Plans that broke a rule, with the sentence: one a rule, tensor and pipeline degree where these are at fault."""
+
+    def note(self, plan: Plan, fault: Broken) -> None:
+        axes = fault.rule.startswith(("tp_", "sequence_")), fault.rule.startswith("stages_")
+        self.setdefault((fault.rule, plan.tp * axes[0], plan.pp * axes[1]), (plan, fault.sentence))
+
+
+def layouts(problem: Problem, ruled_out: RuledOut, nvme: bool = False) -> Iterator[Plan]:
+    """Legal plans with micro-batch 1 and no recomputing; the illegal are noted in `ruled_out`.
+
+    Raises:
+        UserError: a pin breaks a rule or cannot be trained.
+    """
+    check_pins(problem)
+    ground, pins = problem.ground, problem.pins
+    for tp in _tensor(problem):
+        for pp in _pipeline(problem, tp):
+            axes = _plan(problem, 1, tp, pp)
+            if fault := broken(axes, ground, (tp_divides, stages_have_layers)):
+                ruled_out.note(axes, fault)
+                continue
+            for dp in _data_parallel(problem, tp * pp):
+                for sharing in _sharings(problem, dp, tp, nvme):
+                    for schedule, chunks in _schedules(problem, pp, problem.batch // dp):
+                        plan = _plan(problem, dp, tp, pp, sharing, schedule, chunks)
+                        if fault := broken(plan, ground, (sequence_parallel,)):
+                            ruled_out.note(plan, fault)
+                            plan = plan.model_copy(update={"sequence_parallel": False})
+                        if not pins.allow(plan.model_copy(update=_level(pins.activation_checkpointing))):
+                            continue
+                        if fault := broken(plan, ground, TENSOR + PIPELINE + LAYOUT):
+                            ruled_out.note(plan, fault)
+                            continue
+                        yield plan
+
+
+def micro_batches(problem: Problem, layout: Plan) -> Iterator[Plan]:
+    """The layout with every micro-batch that keeps the global batch and its schedule's rule, ascending."""
+    share, pins = problem.batch // layout.data_parallel, problem.pins
+    for micro in divisors(share):
+        count = share // micro
+        if pins.micro_batch in (None, micro) and pins.accumulation in (None, count):
+            plan = layout.model_copy(update={"micro_batch": micro, "accumulation": count})
+            if layout.pp == 1 or not broken(plan, problem.ground, STEP):
+                yield plan
+
+
+def levels(problem: Problem) -> tuple[str, ...]:
+    """Activation checkpointing to try, the quickest first."""
+    pinned = problem.pins.activation_checkpointing
+    return problem.capabilities.levels if pinned is None else (pinned,)
+
+
+def complexity(plan: Plan) -> int:
+    """How much machinery a plan needs beside plain processes; breaks near ties."""
+    shared = {"none": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 3}[plan.sharding]
+    piped = {"none": 0, "gpipe": 3, "1f1b": 3, "interleaved1f1b": 4, "zerobubble": 5}[plan.schedule]
+    offloaded = (plan.offload != "none") + (plan.offload_parameters != "none")
+    return shared + piped + 2 * (plan.tp > 1) + 3 * offloaded + (plan.dp_replicate > 1 and shared > 0)
+
+
+def _level(pinned: str | None) -> dict[str, str]:
+    return {} if pinned is None else {"activation_checkpointing": pinned}
+
+
+# --- axes ---------------------------------------------------------------------------------------
+
+
+def _powers(most: int) -> set[int]:
+    return {2**power for power in range(most.bit_length()) if 2**power <= most}
+
+
+def _tensor(problem: Problem) -> list[int]:
+    if problem.pins.tp is not None:
+        return [problem.pins.tp]
+    if not problem.capabilities.tensor or problem.hardware.device == "cpu":
+        return [1]
+    most = min(problem.ground.a_node, problem.most_ranks)
+    return sorted(set(divisors(most)) | _powers(most))
+
+
+def _pipeline(problem: Problem, tp: int) -> list[int]:
+    if problem.pins.pp is not None:
+        return [problem.pins.pp]
+    if not problem.capabilities.pipeline or problem.hardware.device == "cpu":
+        return [1]
+    most = max(1, problem.most_ranks // tp)
+    return sorted(pp for pp in set(divisors(most)) | _powers(most) if pp <= 2 * problem.spec.layers)
+
+
+def _data_parallel(problem: Problem, others: int) -> list[int]:
+    """Degrees to try: the pinned one, else all that divide what the other pins leave of the batch.
+
+    On a CPU one process already uses every core, so only a pin asks for more.
+    """
+    pins = problem.pins
+    if pins.data_parallel is not None:
+        return [pins.data_parallel]
+    left = problem.batch // (pins.micro_batch or 1) // (pins.accumulation or 1)
+    if pins.micro_batch and pins.accumulation:
+        return [left]
+    if problem.hardware.device == "cpu":
+        return [1]
+    return [degree for degree in divisors(left) if degree * others <= problem.most_ranks]
+
+
+def _sharings(problem: Problem, dp: int, tp: int, nvme: bool) -> list[Sharing]:
+    """DDP, FSDP2 over all ranks or over those of a node, ZeRO with and without offload."""
+    can, pins = problem.capabilities.shardings, problem.pins
+    found = [Sharing("torch", "none", dp, 1)]
+    if pins.replication == "data_parallel":
+        return [found[0]._replace(replication="data_parallel")]
+    if "fsdp2" in can:
+        within = max(1, problem.ground.a_node // tp)
+        shards = [shard for shard in divisors(dp) if shard > 1]
+        if dp > MANY_RANKS:
+            shards = [shard for shard in shards if shard in (dp, within)]
+        found += [Sharing("torch", "fsdp2", dp // shard, shard) for shard in shards]
+    if dp > 1:
+        found += [Sharing("deepspeed", zero, 1, dp) for zero in ("zero1", "zero2", "zero3") if zero in can]
+    if problem.capabilities.offload:
+        wheres = {"cpu"} | ({"nvme"} if nvme else set()) | ({pins.offload} if pins.offload else set())
+        for where in sorted(wheres - {"none"}):
+            found += [Sharing("deepspeed", zero, 1, dp, where) for zero in ("zero2", "zero3")]
+            found.append(Sharing("deepspeed", "zero3", 1, dp, where, where))
+    return found
+
+
+def _schedules(problem: Problem, pp: int, share: int) -> list[tuple[str, int]]:
+    """Schedules and model chunks a rank; `share` samples a rank is the most micro-batches there can be."""
+    if pp == 1:
+        return [("none", 1)]
+    layers, pinned = problem.spec.layers, problem.pins.schedule
+    found = [("1f1b", 1)] if share >= pp else [("gpipe", 1)]
+    found += [("interleaved1f1b", chunks) for chunks in CHUNKS if share >= pp and chunks * pp <= layers]
+    if problem.work.method == "full" and share >= pp and 2 * pp <= layers:
+        found.append(("zerobubble", 2))
+    if pinned is not None and pinned not in dict(found):
+        found.append((pinned, 2 if pinned in ("interleaved1f1b", "zerobubble") else 1))
+    return found
+
+
+def _plan(
+    problem: Problem,
+    dp: int,
+    tp: int,
+    pp: int,
+    sharing: Sharing | None = None,
+    schedule: str = "",
+    chunks: int = 1,
+) -> Plan:
+    part = sharing or Sharing("torch", "none", dp, 1)
+    return Plan.model_construct(
+        device=problem.hardware.device,
+        backend=problem.backend,
+        tp=tp,
+        pp=pp,
+        schedule=schedule or ("none" if pp == 1 else "1f1b"),
+        virtual_stages=chunks,
+        micro_batch=1,
+        accumulation=max(1, problem.batch // dp),
+        activation_checkpointing="none",
+        sequence_parallel=tp > 1,
+        **part._asdict(),
+    )
+
+
+# --- pins ---------------------------------------------------------------------------------------
+
+
+def check_pins(problem: Problem) -> None:
+    """Pins against what can be trained, the batch and the GPUs, before any plan is made.
+
+    Raises:
+        UserError: a pin cannot be kept.
+    """
+    _check_trainable(problem)
+    pins, batch = problem.pins, problem.batch
+    others = (pins.tp or 1) * (pins.pp or 1)
+    largest = max(1, problem.most_ranks // others)
+    degree = pins.data_parallel
+    if degree is not None:
+        said = either([divisor for divisor in divisors(batch) if divisor <= largest])
+        if batch % degree:
+            raise UserError(
+                f"data_parallel_degree={degree} does not divide train.global_batch={batch}; use {said}"
+            )
+        if degree * others > problem.most_ranks:
+            beside = f" (beside tp={pins.tp or 1} x pp={pins.pp or 1})" if others > 1 else ""
+            raise UserError(
+                f"data_parallel_degree={degree} needs a GPU a process, and {largest} can be used here{beside}; use {said}"
+            )
+    factor = (pins.micro_batch or 1) * (pins.accumulation or 1) * (degree or 1)
+    if batch % factor:
+        raise UserError(
+            f"the pinned micro-batch, accumulation and data-parallel degree make {factor}, which does not divide the "
+            f"global batch {batch}; leave one of them open"
+        )
+    if pins.micro_batch and pins.accumulation and degree is None:
+        left = batch // factor
+        if left * others > problem.most_ranks:
+            raise UserError(
+                f"per_device_train_batch_size={pins.micro_batch} x gradient_accumulation_steps={pins.accumulation} "
+                f"needs data_parallel_degree={left} to make train.global_batch={batch}, but there are {largest} "
+                "visible GPU(s); leave one of the two auto"
+            )
+
+
+def _check_trainable(problem: Problem) -> None:
+    pins, can = problem.pins, problem.capabilities
+    for key, degree, able in (
+        ("tensor_parallel_degree", pins.tp, can.tensor),
+        ("pipeline_parallel_degree", pins.pp, can.pipeline),
+    ):
+        if degree not in (None, 1) and not able:
+            raise UserError(
+                f"select_strategy.{key}={degree} cannot be trained: this version of elastane splits only the batch, "
+                f"so the degree must be 1; use {key}=1 or auto"
+            )
+    level = pins.activation_checkpointing
+    if level not in (None, *can.levels):
+        raise UserError(
+            f"select_strategy.activation_checkpointing={level} cannot be trained by this version of elastane; "
+            f"use {', '.join(can.levels)} or auto"
+        )
+    if pins.engine == "deepspeed" and "zero2" not in can.shardings:
+        raise UserError(
+            "select_strategy.engine=deepspeed cannot be trained by this version of elastane; use torch or auto"
+        )
