@@ -82,13 +82,13 @@ class ProbeHardwareParams(Section):
 
 
 class SelectStrategyParams(Section):
-    engine: Literal["auto", "torch"]
+    engine: Literal["auto", "torch", "deepspeed"]
     data_parallel_degree: Degree | Auto
     tensor_parallel_degree: Degree | Auto
     pipeline_parallel_degree: Degree | Auto
     per_device_train_batch_size: Degree | Auto
     gradient_accumulation_steps: Degree | Auto
-    activation_checkpointing: Literal["auto", "none", "full"]
+    activation_checkpointing: Literal["auto", "none", "selective", "full"]
     ddp_backend: Literal["auto", "nccl", "gloo"]
     memory_margin: Share
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tasks.contracts import DataManifest, HardwareProfile, PlanReport, Precision, Resolved
+from tasks.contracts import DataManifest, HardwareProfile, ModelSpec, PlanReport, Precision, Resolved
 from tasks.errors import UserError
 from tasks.params import Params, TrainParams
 from tasks.paths import Paths
-from tasks.planner.explain import table, why
+from tasks.planner.explain import report as plan_report
+from tasks.planner.explain import table
+from tasks.planner.legal import TRAINABLE_NOW, Capabilities
 from tasks.planner.model_spec import model_spec
+from tasks.planner.problem import Pins, Problem
 from tasks.planner.search import search
+from tasks.planner.workload import workload
+from tasks.probe.rates import cached_rates
 from tasks.stage import say, stage_main
 
 BFLOAT16_CAPABILITY = (8, 0)
@@ -30,19 +35,39 @@ def select_strategy(params: Params, paths: Paths) -> PlanReport:
     note = precision_note(resolved.precision, hardware)
     if note:
         say(note)
-    candidates = search(spec, hardware, params.train, params.select_strategy, manifest, resolved)
-    fitting = [candidate for candidate in candidates if candidate.rejected is None]
-    report = PlanReport(
-        chosen=fitting[0],
-        why=why(candidates, hardware),
-        runners_up=tuple(fitting[1:]),
-        rejected=tuple(candidate for candidate in candidates if candidate.rejected is not None),
-        resolved=resolved,
-        model=spec,
-    )
+    problem = as_problem(params, manifest, hardware, spec, resolved.precision, TRAINABLE_NOW)
+    report = plan_report(problem, search(problem), resolved)
     report.write(paths.plan)
     say(table(report))
     return report
+
+
+def as_problem(
+    params: Params,
+    manifest: DataManifest,
+    hardware: HardwareProfile,
+    spec: ModelSpec,
+    precision: Precision,
+    capabilities: Capabilities,
+) -> Problem:
+    """The recipe of params.yaml on prepared rows as a search; measured rates count where this machine has some.
+
+    Raises:
+        UserError: there are no rows.
+    """
+    if not manifest.train.rows:
+        raise UserError("the training split has 0 rows, and at least 1 is needed; mend prepare_data.source")
+    return Problem(
+        spec=spec,
+        hardware=hardware,
+        work=workload(params.train, manifest, precision),
+        batch=params.global_batch,
+        capabilities=capabilities,
+        pins=Pins.of(params.select_strategy),
+        margin=params.select_strategy.memory_margin,
+        evaluation_rows=params.evaluate.batch_size,
+        rates=cached_rates(hardware),
+    )
 
 
 def resolve(train: TrainParams, hardware: HardwareProfile) -> Resolved:
@@ -50,15 +75,20 @@ def resolve(train: TrainParams, hardware: HardwareProfile) -> Resolved:
     precision: Precision
     if train.precision != "auto":
         precision = train.precision
-    elif hardware.device == "cpu":
-        precision = "float32"
     else:
-        precision = "bfloat16" if _all_know_bfloat16(hardware) else "float16"
+        precision = natural_precision(hardware)
     if train.token_budget == "auto":
         budget = train.token_budget_on_cpu if hardware.device == "cpu" else None
     else:
         budget = train.token_budget
     return Resolved(precision=precision, token_budget=budget)
+
+
+def natural_precision(hardware: HardwareProfile) -> Precision:
+    """The one that every device here is fast in."""
+    if hardware.device == "cpu":
+        return "float32"
+    return "bfloat16" if _all_know_bfloat16(hardware) else "float16"
 
 
 def precision_note(precision: Precision, hardware: HardwareProfile) -> str | None:

@@ -30,9 +30,10 @@ NANOTRON = Software(
     saved=FUSED,
     logits=12,
     gathered_inputs=2.5,
+    gathered_most=4,
     host_wait=(0.5e-3, 3.2e-3),
     launch=1.12e-3,
-    context=0.3 * GIB,
+    context=0.0,
     stage_split="by_flops",
     elementwise=(33, 10),
     overlap=0.02,
@@ -43,7 +44,7 @@ MEGATRON = Software(
     name="megatron",
     weight=2,
     cast=0,
-    gradient=2,
+    gradient=4,
     moments=8,
     master=4,
     bucket=0,
@@ -53,7 +54,7 @@ MEGATRON = Software(
     launch=0.81e-3,
     adapter_launch=0.1e-3,
     context=2.0 * GIB,
-    reserved=1.05,
+    reserved=1.15,
     elementwise=(10, 10),
     overlap=0.0,
     gradient_traffic=2,
@@ -66,29 +67,34 @@ TORCHTITAN = Software(
     gradient=4,
     moments=8,
     saved=FUSED,
-    logits=10,
+    logits=12,
     context=1.0 * GIB,
     launch=1.0e-3,
+    selective=0.5,
     elementwise=(30, 8),
     overlap=0.8,
     gradient_traffic=4,
 )
 FOUNDRY = replace(TORCHTITAN, name="llm-foundry", elementwise=(50, 12))
-# The HF Trainer: bf16 models are tuned in bf16 with bf16 gradients and moments unless DeepSpeed or autocast is on.
+# The HF Trainer tunes a bf16 model in bf16, adapters and AdamW moments too; full tuning goes through DeepSpeed with
+# float32 master weights, moments and, on one GPU, gradient sums.
 HF_TRAINER = replace(
     ELASTANE,
     name="hf-trainer",
-    weight=4,
-    cast=2,
-    gradient=4,
-    moments=8,
-    logits=14,
+    weight=2,
+    cast=0,
+    gradient=2,
+    moments=4,
+    logits=11,
     residual=2,
     launch=0.64e-3,
     adapter_launch=0.1e-3,
-    context=1.2 * GIB,
-    reserved=1.08,
+    context=2.0 * GIB,
+    reserved=1.05,
 )
+HF_DEEPSPEED = replace(HF_TRAINER, accumulated=4, moments=8, master=4)
+# Rows of all lengths leave holes between logits of all sizes, so that two to three of them stay reserved.
+MS_SWIFT = replace(HF_TRAINER, name="ms-swift", logits=30, context=1.4 * GIB, launch=0.84e-3, reserved=1.0)
 LITGPT = replace(
     ELASTANE,
     name="litgpt",
@@ -99,6 +105,7 @@ LITGPT = replace(
     logits=14,
     residual=2,
     context=0.0,
+    loads_whole=True,
     launch=1.39e-3,
     adapter_launch=0.1e-3,
 )
@@ -121,6 +128,7 @@ TORCHTUNE = replace(
     cast=0,
     gradient=2,
     moments=4,
+    chunked_loss=True,
     logits=14,
     residual=2,
     context=0.3 * GIB,
@@ -138,10 +146,7 @@ def framework_of(name: str) -> Software:
         ("torchtitan", TORCHTITAN),
         ("fms-fsdp", replace(TORCHTITAN, name="fms-fsdp", weight=4)),
         ("llm-foundry", FOUNDRY),
-        (
-            "ms-swift",
-            replace(HF_TRAINER, name="ms-swift", launch=0.84e-3, weight=2, cast=0, gradient=2, moments=4),
-        ),
+        ("ms-swift", MS_SWIFT),
         ("HF Trainer", HF_TRAINER),
         ("LitGPT", LITGPT),
         ("fsdp_qlora", FSDP_QLORA),

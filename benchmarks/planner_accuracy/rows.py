@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 
-from benchmarks.planner_accuracy.frameworks import framework_of
+from scipy.special import gammainc
+
+from benchmarks.planner_accuracy.frameworks import HF_DEEPSPEED, HF_TRAINER, framework_of
+from benchmarks.planner_accuracy.measured import GIB, Row, memory_of, number, seconds_of
+from benchmarks.planner_accuracy.shapes import spec_of
 from tasks.contracts import ModelSpec, Plan
 from tasks.planner.cost import CostModel
 from tasks.planner.hardware_names import named_hardware
 from tasks.planner.machine import Machine, machine
 from tasks.planner.workload import Software, Workload
-
-Row = dict[str, str]
-GB = 1e9
-GIB = 2.0**30
 
 GPUS = (  # part of gpu_type -> name in the planner's table; the first that is found counts
     ("GB300", "GB300"),
@@ -34,6 +33,7 @@ GPUS = (  # part of gpu_type -> name in the planner's table; the first that is f
 # What joins the nodes where a report says it; all others are taken for one 200 Gbit/s port a GPU.
 FABRIC = {"i2": "IB100", "i1": "EFA3200", "i3": "4xIB100"}
 ALPACA_MEAN = 120.0  # tokens of an average Alpaca row with its prompt
+ALPACA_LONGEST = 1050  # and of the longest (LitGPT's resource tables state 1,034 to 1,304 by tokenizer)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def case_of(row: Row) -> Case:
         Skip: a precision, method or layout that the planner does not plan, or numbers that are missing.
     """
     _refuse(row)
-    spec = _spec(row)
+    spec = spec_of(row)
     plan = _plan(row, spec)
     software = _software(row)
     work = _work(row, spec)
@@ -85,8 +85,8 @@ def case_of(row: Row) -> Case:
         gpu=row["gpu_type"],
         cost=CostModel(spec, work, hardware, 0.0, 1, software),
         plan=plan,
-        seconds=_seconds(row, plan, work),
-        memory=_memory(row),
+        seconds=seconds_of(row, plan, work),
+        memory=memory_of(row),
         status=row["status"],
         context_counts="nvidia-smi" in row.get("mem_kind", ""),
     )
@@ -94,84 +94,22 @@ def case_of(row: Row) -> Case:
 
 def _refuse(row: Row) -> None:
     precision = row["precision"].lower()
-    if any(word in precision for word in ("fp8", "float8", "fp4")):
-        raise Skip("8- or 4-bit floating-point computing is not planned")
-    if "gptq" in precision:
-        raise Skip("GPTQ bases are not planned")
-    if "adapter" in row["method"]:
-        raise Skip("LLaMA-Adapter methods are not planned")
-    if number(row, "cp", 1) > 1:
-        raise Skip("context parallelism is not planned")
-    if "naive" in row["sharding"]:
-        raise Skip("naive layer placement (device_map) is not planned")
-    if row["status"] == "unsupported":
-        raise Skip("the framework does not support it, so nothing was measured")
-    if number(row, "ep", 1) > 1:
-        raise Skip("expert parallelism is not planned")
-    for key in ("hidden", "layers", "seq_len", "num_gpus"):
-        if not row.get(key):
-            raise Skip(f"no {key} is given")
-    if not row.get("dp"):
-        raise Skip("no layout is given")
-
-
-def number(row: Row, key: str, default: float) -> float:
-    text = row.get(key, "")
-    return float(text) if text not in ("", "nan") else default
-
-
-# --- model --------------------------------------------------------------------------------------
-
-
-def _spec(row: Row) -> ModelSpec:
-    hidden, layers = int(number(row, "hidden", 0)), int(number(row, "layers", 0))
-    heads = int(number(row, "heads", hidden // 128))
-    kv_heads = int(number(row, "kv_heads", heads))
-    ffn, vocab = int(number(row, "ffn", 4 * hidden)), int(number(row, "vocab", 50257))
-    tied = number(row, "tied_emb", 0) == 1
-    head = hidden // heads
-    attention = hidden * hidden * 2 + 2 * hidden * kv_heads * head
-    tables = vocab * hidden * (1 if tied else 2)
-
-    def total(matrices: int) -> float:
-        return tables + layers * (attention + matrices * hidden * ffn)
-
-    stated = number(row, "params_b", 0) * 1e9
-    gated = abs(total(3) - stated) < abs(total(2) - stated) if stated else ffn != 4 * hidden
-    shapes = [
-        ("q_proj", hidden, heads * head),
-        ("k_proj", hidden, kv_heads * head),
-        ("v_proj", hidden, kv_heads * head),
-        ("o_proj", heads * head, hidden),
-        ("up_proj", hidden, ffn),
-        ("down_proj", ffn, hidden),
-    ]
-    if gated:
-        shapes.insert(4, ("gate_proj", hidden, ffn))
-    layer = sum(d_in * d_out for _, d_in, d_out in shapes) + 2 * hidden
-    return ModelSpec(
-        family="published",
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head,
-        vocab=vocab,
-        max_positions=1,
-        tied_embeddings=tied,
-        gated_mlp=gated,
-        fused_qkv=False,
-        query_key_norm=False,
-        position="rope",
-        sliding_window=None,
-        parameters=layers * layer + tables + hidden,
-        layer_parameters=layer,
-        embedding_parameters=vocab * hidden,
-        linear_shapes=tuple(shapes),
-        moe=None,
-        vision=None,
+    rules = (
+        (any(word in precision for word in ("fp8", "float8", "fp4")), "8- or 4-bit floats are not planned"),
+        ("gptq" in precision, "GPTQ bases are not planned"),
+        ("adapter" in row["method"], "LLaMA-Adapter methods are not planned"),
+        (number(row, "cp", 1) > 1, "context parallelism is not planned"),
+        ("naive" in row["sharding"], "naive layer placement (device_map) is not planned"),
+        (row["status"] == "unsupported", "the framework does not support it, so nothing was measured"),
+        (number(row, "ep", 1) > 1, "expert parallelism is not planned"),
+        *(
+            (not row.get(key), f"no {key} is given")
+            for key in ("hidden", "layers", "seq_len", "num_gpus", "dp")
+        ),
     )
+    for applies, reason in rules:
+        if applies:
+            raise Skip(reason)
 
 
 # --- plan ---------------------------------------------------------------------------------------
@@ -242,52 +180,54 @@ def _sequence_parallel(row: Row, tp: int) -> bool:
 def _work(row: Row, spec: ModelSpec) -> Workload:
     method = "qlora" if "qlora" in row["method"] else "lora" if "lora" in row["method"] else "full"
     text = row["lora_targets"].lower()
-    if "fsdp_qlora" in row["framework"] or not text:
-        text = "all-linear"
+    rank = int(number(row, "lora_rank", 64))
+    if row["framework"] == "torchtune" and not text:
+        text, rank = "q,v", 8  # its recipes' defaults
     targets: str | tuple[str, ...] = "all-linear"
     if "c_attn" in text:
         targets = ("q_proj", "k_proj", "v_proj")
     elif text == "q,v":
         targets = ("q_proj", "v_proj")
     sequence = int(number(row, "seq_len", 0))
+    if "packed=no" in row["notes"]:
+        sequence = min(sequence, ALPACA_LONGEST)
     precision = "float16" if row["precision"].startswith("fp16") else "bfloat16"
     return Workload(
         method=method,
         precision=precision,
         sequence=sequence,
         mean_row=_mean_row(row, sequence),
-        lora_rank=int(number(row, "lora_rank", 64)) if method != "full" else 1,
+        lora_rank=rank if method != "full" else 1,
         lora_targets=targets,
         train_embeddings="+emb" in row["method"],
+        tiles=1.0 if spec.vision else 0.0,
+        longest_tiles=1 if spec.vision else 0,
     )
 
 
 def _mean_row(row: Row, sequence: int) -> float:
     """The average row where a limit drops longer ones (ms-swift's truncation_strategy is delete by default): the mean
-    of x below the limit for a log-normal x with the stated moments; or a short instruction set's average.
+    of x below the limit for a gamma-distributed x with the stated moments; or a short instruction set's average.
     """
     stated = re.search(r"dataset mean ([\d.]+) tokens sd ([\d.]+)", row["notes"])
     if stated:
         mean, deviation = float(stated[1]), float(stated[2])
-        variance = math.log(1 + (deviation / mean) ** 2)
-        mu = math.log(mean) - variance / 2
-        edge = (math.log(sequence) - mu) / math.sqrt(variance)
-        return mean * _normal(edge - math.sqrt(variance)) / _normal(edge)
+        shape = (mean / deviation) ** 2
+        edge = sequence * shape / mean
+        return mean * float(gammainc(shape + 1, edge) / gammainc(shape, edge))
     if "Alpaca" in row["notes"]:
         return ALPACA_MEAN
     return float(sequence)
-
-
-def _normal(x: float) -> float:
-    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
 
 def _software(row: Row) -> Software:
     software = framework_of(row["framework"])
     if row["attn_impl"].startswith(("fused-softmax", "unfused", "eager")):
         software = replace(software, scores=2.8)
+    if software is HF_TRAINER and "lora" not in row["method"]:
+        software = HF_DEEPSPEED if row["sharding"] == "none" else replace(HF_DEEPSPEED, accumulated=0)
     if "fp32-accum" in row["grad_dtype"] and software.accumulated == 0:
-        software = replace(software, gradient=4.0, gradient_traffic=4.0)
+        software = replace(software, gradient=6.0, gradient_traffic=4.0)
     if "8bit" in row["optimizer"]:
         software = replace(software, moments=2.0)
     if "step-in-b" in row["optimizer"]:
@@ -295,8 +235,8 @@ def _software(row: Row) -> Software:
     if row["compile"] == "yes":
         near, far = software.elementwise
         software = replace(software, elementwise=(near * 0.6, far * 0.6), logits=software.logits - 2)
-    if "chunked CE" in row["notes"]:
-        software = replace(software, chunked_loss=True)
+    if "loss=full-logit CE" in row["notes"]:
+        software = replace(software, chunked_loss=False)
     if "DEFAULT" not in row["notes"] and "PURE" in row["notes"]:
         software = replace(software, gradient_traffic=2.0)
     return software
@@ -326,45 +266,3 @@ def _machine(row: Row, plan: Plan) -> Machine:
             found = replace(found, peak=found.peak * 0.81, bandwidth=2.0e12)
         _machines[key] = found
     return _machines[key]
-
-
-# --- measurements -------------------------------------------------------------------------------
-
-
-def _seconds(row: Row, plan: Plan, work: Workload) -> float | None:
-    """Seconds of an optimizer step, from whichever figure the row gives."""
-    if row["status"] != "ok":
-        return None
-    if row.get("iter_time_s"):
-        taken = float(row["iter_time_s"])
-        taken = taken * plan.accumulation if "micro-batch iteration" in row["notes"] else taken
-        tflops = number(row, "tflops_per_gpu", 0)
-        if tflops and not 0.5 < _from_tflops(row, plan, work) / taken < 2:
-            return None  # the row's own time and TFLOP/s contradict each other
-        return taken
-    tokens = plan.global_batch * work.sequence
-    if row.get("tokens_per_s_per_gpu"):
-        return tokens / (float(row["tokens_per_s_per_gpu"]) * plan.world_size)
-    if row.get("samples_per_s"):
-        return plan.global_batch / float(row["samples_per_s"])
-    if row.get("tflops_per_gpu"):
-        return _from_tflops(row, plan, work)
-    return None
-
-
-def _from_tflops(row: Row, plan: Plan, work: Workload) -> float:
-    """Megatron's hardware FLOPs with full recomputation: 96 B l s h^2 (1 + s/6h + V/16lh) (arXiv:2104.04473 eq. 3)."""
-    h, layers, s = (number(row, key, 0) for key in ("hidden", "layers", "seq_len"))
-    vocab = number(row, "vocab", 50257)
-    flops = 96 * plan.global_batch * layers * s * h * h * (1 + s / (6 * h) + vocab / (16 * layers * h))
-    return flops / (float(row["tflops_per_gpu"]) * 1e12 * plan.world_size)
-
-
-def _memory(row: Row) -> float | None:
-    """Bytes a GPU. Figures summed over GPUs are divided, as the notes say."""
-    if not row.get("mem_per_gpu") or row["status"] != "ok":
-        return None
-    unit = {"GB": GB, "MiB": 2.0**20}.get(row["mem_unit"], GIB)
-    if row["mem_kind"].startswith("nvidia-smi"):
-        unit = GIB
-    return float(row["mem_per_gpu"]) * unit

@@ -186,7 +186,11 @@ class Resolved(Contract):
 
 
 class PlanReport(Contract):
-    """plan.json: the choice and why, the runners-up, and every rejection with its reason."""
+    """plan.json: the choice and why, the runners-up, and every rejection with its reason.
+
+    `rejected` has one plan a layout and level that does not fit, its smallest such micro-batch, and one a broken rule
+    (without an estimate). `fit` and `unfit` count all; with many plans only the best and the nearest are told.
+    """
 
     chosen: Candidate
     why: str
@@ -194,3 +198,6 @@ class PlanReport(Contract):
     rejected: tuple[Candidate, ...]
     resolved: Resolved
     model: ModelSpec
+    advice: tuple[str, ...] = ()
+    fit: int = 0
+    unfit: int = 0

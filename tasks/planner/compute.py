@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tasks.contracts import ModelSpec, Plan
+from tasks.planner.activations import COMPUTE_BYTES
 from tasks.planner.machine import FLOAT32_MATMUL, Machine
-from tasks.planner.memory import COMPUTE_BYTES, NF4_BYTES
+from tasks.planner.memory import NF4_BYTES
 from tasks.planner.model_spec import active_parameters, lora_shapes
 from tasks.planner.workload import Software, Workload
 

@@ -4,114 +4,123 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tasks.contracts import Candidate, CostEstimate, HardwareProfile, Plan, PlanReport
-from tasks.planner.memory import GIB
-from tasks.planner.time import guessed
+from tasks.contracts import Candidate, CostEstimate, PlanReport, Resolved
+from tasks.planner.advice import advice
+from tasks.planner.gpus import gpu_type
+from tasks.planner.problem import Problem
+from tasks.planner.search import NEAR_TIE, Found
+from tasks.planner.words import gib, settings
 
 SHOWN = 5
+BAR = 40
 
 
-def gib(number: float) -> str:
-    """Bytes in GiB, with one decimal (two below 0.1 GiB)."""
-    return f"{number / GIB:.1f}" if number >= 0.1 * GIB else f"{number / GIB:.2f}"
-
-
-def settings(plan: Plan) -> str:
-    return (
-        f"{plan.name}, micro-batch {plan.micro_batch} x accumulation {plan.accumulation}, "
-        f"activation_checkpointing={plan.activation_checkpointing}"
+def report(problem: Problem, found: Found, resolved: Resolved) -> PlanReport:
+    """plan.json's content."""
+    return PlanReport(
+        chosen=found.fitting[0],
+        why=why(problem, found),
+        runners_up=tuple(found.fitting[1:]),
+        rejected=(*found.rejected, *found.ruled_out),
+        resolved=resolved,
+        model=problem.spec,
+        advice=tuple(advice(problem, found.fitting[0])),
+        fit=found.fit,
+        unfit=found.unfit,
     )
 
 
-def largest_terms(cost: CostEstimate) -> str:
-    terms = sorted(cost.memory_bytes.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} {gib(number)}" for name, number in terms)
-
-
-def too_large(plan: Plan, cost: CostEstimate, fitting: Sequence[Plan]) -> str:
-    """Which terms, by how much, and the plan nearest to this one that fits."""
-
-    def distance(other: Plan) -> tuple[bool, bool, int]:
-        return (
-            other.dp_replicate != plan.dp_replicate,
-            other.activation_checkpointing != plan.activation_checkpointing,
-            abs(other.micro_batch - plan.micro_batch),
-        )
-
-    return (
-        f"needs {gib(cost.total_bytes)} GiB of {gib(cost.memory_limit_bytes)} GiB, "
-        f"{gib(cost.total_bytes - cost.memory_limit_bytes)} GiB too much ({largest_terms(cost)}); "
-        f"fits as {settings(min(fitting, key=distance))}"
-    )
-
-
-def why(candidates: Sequence[Candidate], hardware: HardwareProfile) -> str:
-    """Plain words for the first of `search`'s candidates."""
-    fitting = [candidate for candidate in candidates if candidate.rejected is None]
-    chosen, others = fitting[0], fitting[1:]
-    plan, cost = chosen.plan, _cost(chosen)
-    unfit = len(candidates) - len(fitting)
+def why(problem: Problem, found: Found) -> str:
+    """Plain words for the choice."""
+    hardware = problem.hardware
+    chosen, others = found.fitting[0], distinct(found.fitting)[1:]
+    plan, cost = chosen.plan, cost_of(chosen)
     parts = [
         f"{settings(plan)}: predicted {cost.tokens_per_second:,.0f} tokens/s with {gib(cost.total_bytes)} of "
-        f"{gib(cost.memory_limit_bytes)} GiB a process, best of {len(fitting)} plans that fit"
-        + (f" ({unfit} need too much memory)." if unfit else ".")
+        f"{gib(cost.memory_limit_bytes)} GiB a process, best of {found.fit} plans that fit"
+        + (f" ({found.unfit} need too much memory)." if found.unfit else ".")
     ]
     if others:
-        slower = cost.tokens_per_second / _cost(others[0]).tokens_per_second - 1
-        speed = f"{slower:.0%} slower" if slower > 0.02 else "about as fast, but larger or less simple"
+        slower = cost.tokens_per_second / cost_of(others[0]).tokens_per_second - 1
+        speed = f"{slower:.0%} slower" if slower > NEAR_TIE - 1 else "about as fast, but larger or less simple"
         parts.append(f"Next is {settings(others[0].plan)}, {speed}.")
     if plan.device == "cpu" and plan.world_size == 1:
         parts.append(f"On a CPU one process already uses all {hardware.cpu_cores} cores.")
-    idle = len(hardware.gpus) - plan.world_size
+    idle = hardware.gpu_count - plan.world_size
     if plan.device == "cuda" and idle:
         parts.append(
-            f"{idle} of {len(hardware.gpus)} GPUs stay idle: the degree must divide global_batch={plan.global_batch} "
+            f"{idle} of {hardware.gpu_count} GPUs stay idle: the degree must divide global_batch={plan.global_batch} "
             "and pay for its communication."
         )
-    names = guessed(hardware.gpus)
+    names = guessed(problem)
     if names:
         parts.append(f"The speed of {', '.join(names)} is guessed from its compute capability.")
     return " ".join(parts)
 
 
+def guessed(problem: Problem) -> list[str]:
+    """Names of cards that no row of the table knows."""
+    names = {gpu.name: gpu.compute_capability for gpu in problem.hardware.gpus}
+    return [name for name, capability in names.items() if not gpu_type(name, capability)[1]]
+
+
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first candidate of every layout."""
+    seen: dict[tuple[str, str], Candidate] = {}
+    for candidate in candidates:
+        seen.setdefault((candidate.plan.name, candidate.plan.schedule), candidate)
+    return list(seen.values())
+
+
 def table(report: PlanReport) -> str:
-    """The choice, its memory and time by term, the runners-up and the rejected, as lines of text."""
-    cost = _cost(report.chosen)
+    """The choice, its memory and time by term, the runners-up, the rejected and advice, as lines of text."""
+    cost = cost_of(report.chosen)
     lines = [
         f"Plan: {report.why}",
         f"Precision {report.resolved.precision}, token budget {report.resolved.token_budget or 'none'}, "
         f"model {report.model.parameters / 1e6:,.1f} M parameters ({report.model.family})",
         "Memory, GiB: " + _terms(cost.memory_bytes, gib) + f" = {gib(cost.total_bytes)} of "
-        f"{gib(cost.memory_limit_bytes)}",
+        f"{gib(cost.memory_limit_bytes)}; at a save {gib(cost.save_bytes)}, in evaluation {gib(cost.evaluation_bytes)}",
         "Step, s: " + _terms(cost.seconds, lambda value: f"{value:.3g}") + f" = {cost.total_seconds:.3g}",
         "",
-        f"{'':9} {'plan':8} {'micro':>5} {'accum':>5} {'checkpointing':13} {'GiB':>7} {'tokens/s':>10}",
-        _row("chosen", report.chosen),
+        f"{'':9} {'plan':14} {'micro':>5} {'accum':>5} {'checkpointing':13} {'GiB':>7} {'tokens/s':>12}",
+        row("chosen", report.chosen),
     ]
-    lines += [_row("", candidate) for candidate in report.runners_up[:SHOWN]]
-    lines += _more(len(report.runners_up), "that fit")
-    for candidate in report.rejected[:SHOWN]:
-        lines += [_row("rejected", candidate), f"{'':9} {candidate.rejected}"]
-    lines += _more(len(report.rejected), "rejected")
-    return "\n".join(lines)
+    lines += [row("", candidate) for candidate in report.runners_up[:SHOWN]]
+    lines += _more(report.fit - 1, "that fit")
+    costed = [candidate for candidate in report.rejected if candidate.estimate is not None]
+    for candidate in costed[:SHOWN]:
+        lines += [row("rejected", candidate), f"{'':9} {candidate.rejected}"]
+    lines += _more(report.unfit, "rejected")
+    lines += [f"ruled out {candidate.rejected}" for candidate in report.rejected if candidate.estimate is None]
+    return "\n".join([*lines, *(f"advice    {sentence}" for sentence in report.advice)])
 
 
-def _cost(candidate: Candidate) -> CostEstimate:
-    assert candidate.estimate is not None, "search costs every candidate"
+def bars(terms: Mapping[str, float], whole: float, show: Callable[[float], str]) -> list[str]:
+    """One line a term, as long as its share of `whole`."""
+    shown = sorted(((name, value) for name, value in terms.items() if value), key=lambda item: -item[1])
+    return [
+        f"  {name:16} {show(value):>8}  {'█' * max(1, round(BAR * value / whole)) if whole else ''}"
+        for name, value in shown
+    ]
+
+
+def cost_of(candidate: Candidate) -> CostEstimate:
+    assert candidate.estimate is not None, "search costs every plan that breaks no rule"
     return candidate.estimate
+
+
+def row(label: str, candidate: Candidate) -> str:
+    plan, cost = candidate.plan, cost_of(candidate)
+    return (
+        f"{label:9} {plan.name:14} {plan.micro_batch:5} {plan.accumulation:5} {plan.activation_checkpointing:13} "
+        f"{gib(cost.peak_bytes):>7} {cost.tokens_per_second:12,.0f}"
+    )
 
 
 def _terms(terms: Mapping[str, float], show: Callable[[float], str]) -> str:
     return " + ".join(f"{name} {show(value)}" for name, value in terms.items() if value)
 
 
-def _row(label: str, candidate: Candidate) -> str:
-    plan, cost = candidate.plan, _cost(candidate)
-    return (
-        f"{label:9} {plan.name:8} {plan.micro_batch:5} {plan.accumulation:5} {plan.activation_checkpointing:13} "
-        f"{gib(cost.total_bytes):>7} {cost.tokens_per_second:10,.0f}"
-    )
-
-
 def _more(count: int, what: str) -> list[str]:
-    return [f"{'':9} and {count - SHOWN} more {what}, all in plan.json"] if count > SHOWN else []
+    return [f"{'':9} and {count - SHOWN} more {what}, in plan.json"] if count > SHOWN else []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tasks.contracts import ModelSpec, Plan
+from tasks.planner.activations import COMPUTE_BYTES, FLOAT32
 from tasks.planner.machine import Machine
-from tasks.planner.memory import COMPUTE_BYTES, FLOAT32, GIB, trainable_parameters
+from tasks.planner.memory import GIB, trainable_parameters
 from tasks.planner.workload import Workload
 
 PROCESS = 2.5 * GIB  # a rank with CUDA libraries loaded: 2 to 3 GiB resident (LitGPT's FSDP rows report 3 GB)

@@ -8,15 +8,20 @@ optimizer state. Other trainers' habits are a `Software`.
 
 from __future__ import annotations
 
-from tasks.contracts import ModelSpec, Plan, Precision
-from tasks.planner.model_spec import active_parameters, lora_parameters, lora_shapes
+from tasks.contracts import ModelSpec, Plan
+from tasks.planner.activations import (
+    COMPUTE_BYTES,
+    FLOAT32,
+    active_ffn,
+    layer_bytes,
+    logit_bytes,
+    vision_bytes,
+)
+from tasks.planner.model_spec import lora_parameters
 from tasks.planner.stages import in_flight, stage_layers
-from tasks.planner.workload import ELASTANE, SavedBytes, Software, Workload
+from tasks.planner.workload import ELASTANE, Software, Workload
 
 GIB = 2**30
-FLOAT32 = 4
-COMPUTE_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-MEASURED_TYPES = {"full": "full", "lora": "lora", "qlora": "lora"}
 
 # NF4 keeps 4 bits a weight and a float32 scale a block of 64; double quantisation makes the scales 8 bits
 # and adds a float32 a block of 256 scales (QLoRA, arXiv:2305.14314, section 3): 0.5 + 1/64 + 4/(64 x 256).
@@ -28,17 +33,6 @@ FIXED_NCCL = 0.4 * GIB
 FIXED_CPU = 0.5 * GIB
 # FSDP2 and ZeRO-3 gather a layer while they prefetch the next.
 GATHERED_UNITS = 2
-
-# Counted with torch's saved-tensor hooks on the transformers 5.24 decoders under autocast (the test
-# counts again). For h-wide queries in half precision this is 30h + 8f: the published closed form
-# s b (20h + 8f) for SwiGLU and flash attention, plus float32 norms and residuals. LoRA is counted with
-# adapters on every linear; with fewer a little less is kept.
-SAVED: dict[tuple[str, int], SavedBytes] = {
-    ("full", 4): SavedBytes(hidden=24, ffn=16, query=8, key=8, norm=8),
-    ("full", 2): SavedBytes(hidden=26, ffn=8, query=4, key=4, norm=6),
-    ("lora", 4): SavedBytes(hidden=16, ffn=16, query=8, key=8, norm=4),
-    ("lora", 2): SavedBytes(hidden=18, ffn=8, query=6, key=4, norm=4),
-}
 
 
 def trainable_parameters(spec: ModelSpec, work: Workload) -> int:
@@ -67,6 +61,9 @@ def memory(spec: ModelSpec, plan: Plan, work: Workload, software: Software = ELA
         here = _stage(spec, plan, work, software, stage, stages[stage])
         if not terms or sum(here.values()) > sum(terms.values()):
             terms = here
+    if software.loads_whole and plan.sharding != "none":
+        whole = spec.parameters * COMPUTE_BYTES[work.precision] * (1 + 1 / plan.dp_shard)
+        terms["loading"] = max(0.0, whole - sum(terms.values()))
     if software.reserved != 1:
         inside = sum(size for name, size in terms.items() if name != "fixed")
         terms["fragmentation"] = inside * (software.reserved - 1)
@@ -97,7 +94,7 @@ def _stage(
     terms["activations"] = tokens * (flight * layers * kept + (working if layers else 0.0))
     if stage == 0:
         terms["activations"] += tokens * flight * compute * spec.hidden
-        terms["vision"] = _vision_bytes(spec, plan, work)
+        terms["vision"] = vision_bytes(spec, plan, work)
     if stage == plan.pp - 1:
         share = plan.tp if software.vocab_parallel else 1
         size = 4.0 * compute if software.chunked_loss else logit_bytes(work.precision, software)
@@ -188,83 +185,6 @@ def _frozen_bytes(spec: ModelSpec, work: Workload, software: Software) -> float:
     return share * NF4_BYTES + (1 - share) * plain
 
 
-# --- activations --------------------------------------------------------------------------------
-
-
-def layer_bytes_per_token(
-    spec: ModelSpec, work: Workload, software: Software = ELASTANE, sequence: int = 0
-) -> float:
-    """What one decoder layer keeps for its backward pass without recomputation, bytes a token (see `SAVED`)."""
-    compute = COMPUTE_BYTES[work.precision]
-    key_of = (MEASURED_TYPES[work.method], compute)
-    saved = software.saved.get(key_of) or SAVED[key_of]
-    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    ffn = _active_ffn(spec) * (1.0 if spec.gated_mlp else 0.5)
-    total = saved.hidden * spec.hidden + saved.ffn * ffn + saved.query * query + saved.key * key
-    if spec.query_key_norm:
-        total += saved.norm * (query + key)
-    if work.method != "full":
-        total += compute * work.lora_rank * len(lora_shapes(spec, work.lora_targets))
-    return total + software.scores * spec.heads * sequence
-
-
-def layer_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software) -> tuple[float, float]:
-    """Bytes a token of one layer on one rank: (its whole working set, what is kept until its backward pass).
-
-    Tensor parallelism divides what lies inside attention and MLP, and with sequence parallelism the rest too;
-    without, 10 of Korthikanti et al.'s 34 bytes a hidden entry stay whole (arXiv:2205.05198, equations 2 to 4).
-    Full checkpointing keeps a layer's input; selective keeps the outputs of its matrix products.
-    """
-    compute = COMPUTE_BYTES[work.precision]
-    whole = layer_bytes_per_token(spec, work, software, work.sequence)
-    if plan.tp > 1:
-        norms = 0.0 if plan.sequence_parallel else 5.0 * compute * spec.hidden
-        norms = min(norms, 0.6 * whole)
-        whole = norms + (whole - norms) / plan.tp + software.gathered_inputs * spec.hidden
-    if plan.activation_checkpointing == "none":
-        return whole, whole
-    default = FLOAT32 if work.method == "full" and software is ELASTANE else compute
-    residual = (software.residual if software.residual is not None else default) * spec.hidden
-    if plan.tp > 1 and plan.sequence_parallel:
-        residual /= plan.tp
-    if plan.activation_checkpointing == "full":
-        return whole, residual
-    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    ups = 2 if spec.gated_mlp else 1
-    matmuls = compute * (2 * query + 2 * key + 2 * spec.hidden + ups * _active_ffn(spec)) / plan.tp
-    return whole, min(whole, residual + matmuls)
-
-
-def _active_ffn(spec: ModelSpec) -> float:
-    """Width of the MLP that a token passes, averaged over layers with experts and layers without."""
-    if spec.moe is None:
-        return spec.ffn
-    dense = spec.moe.dense_layers / spec.layers
-    return dense * spec.ffn + (1 - dense) * (spec.moe.active * spec.moe.ffn + spec.moe.shared_ffn)
-
-
-def logit_bytes(precision: Precision, software: Software = ELASTANE) -> float:
-    """Bytes a token and vocabulary entry: float32 logits, log-probabilities and gradient, and the logits
-    before the upcast. Taken as if every token were learnt; the loss leaves out those that are not.
-    """
-    return software.logits if COMPUTE_BYTES[precision] < FLOAT32 else 3 * FLOAT32
-
-
-def _vision_bytes(spec: ModelSpec, plan: Plan, work: Workload) -> float:
-    """The tower's activations: of one layer when it is frozen, of all when it is trained (34 bytes a hidden entry
-    and patch, arXiv:2205.05198 equation 1 without the scores), and the image features.
-    """
-    vision = spec.vision
-    if vision is None or not work.longest_tiles:
-        return 0.0
-    compute = COMPUTE_BYTES[work.precision]
-    patches = plan.micro_batch * work.longest_tiles * vision.patches
-    layer = 17.0 * compute * vision.hidden
-    layers = vision.layers if work.train_tower and plan.activation_checkpointing == "none" else 1
-    features = 2 * compute * (vision.hidden + spec.hidden)
-    return patches * (layer * layers + features)
-
-
 def fixed_bytes(plan: Plan, software: Software = ELASTANE) -> float:
     """CUDA context, library workspaces and communicator buffers, or a CPU process's own memory."""
     if plan.device == "cpu":
@@ -289,11 +209,6 @@ def evaluation_bytes(
     """The peak while `rows` held-out rows are scored at once: weights, one layer's forward pass and the logits."""
     kept = sum(terms.get(name, 0) for name in ("weights", "optimizer", "casts", "gathered", "fixed"))
     compute = COMPUTE_BYTES[work.precision]
-    widest = 4 * spec.hidden + 3 * _active_ffn(spec)
+    widest = 4 * spec.hidden + 3 * active_ffn(spec)
     logits = (FLOAT32 + compute) * spec.vocab / (plan.tp if software.vocab_parallel else 1)
     return int(kept + rows * work.sequence * (compute * widest / plan.tp + logits))
-
-
-def model_flop_parameters(spec: ModelSpec) -> int:
-    """Parameters that count for FLOPs: those a token is multiplied with."""
-    return active_parameters(spec)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tasks.contracts import ModelSpec, Plan
+from tasks.planner.activations import COMPUTE_BYTES, FLOAT32
 from tasks.planner.compute import head_pass, layer_pass, vision_pass
 from tasks.planner.machine import Machine
-from tasks.planner.memory import COMPUTE_BYTES, FLOAT32, NF4_BYTES, stage_parameters
+from tasks.planner.memory import NF4_BYTES, stage_parameters
 from tasks.planner.network import Group, point_to_point, ring_seconds
 from tasks.planner.stages import stage_layers
 from tasks.planner.workload import ELASTANE, Software, Workload

@@ -59,7 +59,9 @@ class Software:
     the compute precision). `saved` overrides the activation table, `ungated_saved` for MLPs with one up projection.
     `scores` bytes a head and pair of positions are kept by attention that stores its scores (0 for flash). `logits`
     bytes a token and vocabulary entry stand at the peak; `chunked_loss` computes the loss in pieces instead.
-    `gathered_inputs` bytes a token and hidden entry of a layer stay unsharded under tensor parallelism. `context`
+    `gathered_inputs` bytes a token and hidden entry of a layer stay unsharded under tensor parallelism, but not with
+    pipeline stages and more than `gathered_most` tensor-parallel ranks. Selective checkpointing keeps the share
+    `selective` of the matrix products' outputs. `loads_whole`: every rank reads the whole model before it is sharded. `context`
     bytes are outside the allocator, `reserved` is the ratio of reserved to allocated memory. `elementwise` bytes of
     traffic, a token and hidden (`[0]`) or ffn entry (`[1]`), are what a layer's forward pass moves beside its
     matmuls. `launch` seconds is the least time of a layer's forward pass, for its kernels cannot be launched faster;
@@ -83,6 +85,9 @@ class Software:
     logits: float = 14
     chunked_loss: bool = False
     gathered_inputs: float = 0
+    gathered_most: int = 8
+    selective: float = 1.0
+    loads_whole: bool = False
     context: float = 1.0 * 2**30
     reserved: float = 1.0
     stage_split: StageSplit = "even"

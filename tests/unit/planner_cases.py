@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.contracts import DataManifest, Gpu, HardwareProfile, Link, ModelSpec, Resolved, SplitCounts
+from tasks.contracts import Candidate, DataManifest, Gpu, HardwareProfile, Link, ModelSpec, SplitCounts
 from tasks.params import Params, SelectStrategyParams, TrainParams, read_params
+from tasks.planner.legal import TRAINABLE_NOW, Capabilities
 from tasks.planner.model_spec import model_spec
+from tasks.planner.problem import Problem
 from tasks.planner.search import search
+from tasks.select_strategy import as_problem
 
 GIB = 2**30
 PARAMS = read_params(Path(__file__).parents[2] / "params.yaml")
@@ -88,21 +91,24 @@ def manifest(rows: int = 1000, mean: int = 100, longest: int = 512) -> DataManif
     )
 
 
-def plans(
+def problem(
     hardware: HardwareProfile,
     spec: ModelSpec = SMOL,
     train: TrainParams | None = None,
     strategy: SelectStrategyParams | None = None,
     data: DataManifest | None = None,
     precision: str | None = None,
-):
-    """search() with everything not said taken from params.yaml."""
+    capabilities: Capabilities = TRAINABLE_NOW,
+) -> Problem:
+    """A search with everything not said taken from params.yaml."""
     chosen = precision or ("float32" if hardware.device == "cpu" else "bfloat16")
-    return search(
-        spec,
-        hardware,
-        train or train_params(),
-        strategy or strategy_params(),
-        data or manifest(),
-        Resolved(precision=chosen, token_budget=None),
+    whole = PARAMS.model_copy(
+        update={"train": train or PARAMS.train, "select_strategy": strategy or PARAMS.select_strategy}
     )
+    made = as_problem(whole, data or manifest(), hardware, spec, chosen, capabilities)
+    return made.changed(rates=None)  # none that this machine may have cached
+
+
+def plans(hardware: HardwareProfile, *args, **kwargs) -> tuple[Candidate, ...]:
+    """Candidates of a search, the chosen first."""
+    return search(problem(hardware, *args, **kwargs)).candidates

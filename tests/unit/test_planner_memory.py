@@ -7,7 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tasks.planner.memory import layer_bytes_per_token, memory, trainable_parameters
+from tasks.planner.activations import layer_bytes_per_token
+from tasks.planner.memory import memory, trainable_parameters
 from tasks.planner.model_spec import model_spec
 from tests.unit.planner_cases import LLAMA_7B, SMOL, gpus, plans, strategy_params, train_params
 

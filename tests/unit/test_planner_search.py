@@ -8,7 +8,9 @@ import pytest
 
 from tasks.contracts import Candidate, Link
 from tasks.errors import UserError
-from tasks.planner.explain import too_large, why
+from tasks.planner.explain import why
+from tasks.planner.nearest import too_large
+from tasks.planner.search import search
 from tests.unit.planner_cases import (
     GIB,
     LLAMA_7B,
@@ -16,6 +18,7 @@ from tests.unit.planner_cases import (
     gpus,
     manifest,
     plans,
+    problem,
     strategy_params,
     train_params,
 )
@@ -73,9 +76,10 @@ def test_a_cpu_is_one_process_with_a_moderate_micro_batch():
 
 def test_gpus_that_do_not_divide_the_batch_stay_idle_and_it_is_said():
     machine = gpus(6)
-    candidates = plans(machine, LLAMA_7B)
-    assert chosen(candidates).plan.dp_replicate == 4
-    assert "2 of 6 GPUs stay idle" in why(candidates, machine)
+    asked = problem(machine, LLAMA_7B)
+    found = search(asked)
+    assert found.fitting[0].plan.dp_replicate == 4
+    assert "2 of 6 GPUs stay idle" in why(asked, found)
 
 
 def test_the_smallest_of_mixed_gpus_counts():
@@ -95,9 +99,9 @@ def test_links_decide_whether_a_second_gpu_pays():
 
 def test_an_unknown_gpu_is_guessed_and_said():
     machine = gpus(1, "NVIDIA RTX A1000", 48, (8, 6))  # its name begins like an A100's
-    assert "speed of NVIDIA RTX A1000 is guessed" in why(plans(machine), machine)
-    known = gpus(1)
-    assert "guessed" not in why(plans(known), known)
+    unknown, known = problem(machine), problem(gpus(1))
+    assert "speed of NVIDIA RTX A1000 is guessed" in why(unknown, search(unknown))
+    assert "guessed" not in why(known, search(known))
 
 
 # --- pins ---------------------------------------------------------------------------------------
@@ -192,5 +196,5 @@ def test_the_nearest_plan_is_of_the_same_degree_and_checkpointing():
         c for c in candidates if c.plan.name == "ddp2" and c.plan.activation_checkpointing == "full"
     )
     others = [c.plan for c in candidates if c is not target]
-    text = too_large(target.plan, target.estimate, others)
+    text = too_large(problem(gpus(4), LLAMA_7B), target.plan, target.estimate, others)
     assert "fits as ddp2" in text and text.endswith("activation_checkpointing=full")

@@ -65,7 +65,7 @@ def test_writes_the_plan_and_explains_it(paths, capsys):
 def test_the_table_lists_rejections_with_their_sentence(paths, capsys):
     gpus(1, gib=4).write(paths.hardware)
     manifest(longest=2048).write(paths.manifest)
-    report = select_strategy(params(), paths)
+    report = select_strategy(params(evaluate={"batch_size": 1}), paths)
     assert report.rejected
     assert report.rejected[0].rejected in capsys.readouterr().err
 
@@ -98,6 +98,25 @@ def test_what_is_said_is_obeyed(paths, capsys):
     assert "about 30 times slower" in capsys.readouterr().err
     assert "below 8.0" in precision_note("bfloat16", VOLTA)
     assert resolve(train_params(token_budget=None), cpu(2)).token_budget is None
+
+
+@pytest.mark.parametrize(
+    ("pin", "sentence"),
+    [
+        ({"engine": "deepspeed"}, "engine=deepspeed cannot be trained"),
+        ({"activation_checkpointing": "selective"}, "selective cannot be trained .*; use none, full or auto"),
+    ],
+)
+def test_what_is_planned_but_not_trained_is_refused_in_a_run(paths, pin, sentence):
+    with pytest.raises(UserError, match=sentence):
+        select_strategy(params(select_strategy=pin), paths)
+
+
+def test_an_evaluation_that_does_not_fit_names_its_batch(paths):
+    gpus(1, gib=4).write(paths.hardware)
+    manifest(longest=2048).write(paths.manifest)
+    with pytest.raises(UserError, match=r"GPU in evaluation .*; set evaluate\.batch_size=1, which fits as single"):
+        select_strategy(params(), paths)
 
 
 @pytest.mark.parametrize("missing", ["hardware", "manifest"])

@@ -1,0 +1,113 @@
+"""Bytes a forward pass keeps for its backward pass: decoder layers, logits, vision tower."""
+
+from __future__ import annotations
+
+from tasks.contracts import ModelSpec, Plan, Precision
+from tasks.planner.model_spec import lora_shapes
+from tasks.planner.workload import ELASTANE, SavedBytes, Software, Workload
+
+FLOAT32 = 4
+COMPUTE_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+MEASURED_TYPES = {"full": "full", "lora": "lora", "qlora": "lora"}
+
+# Counted with torch's saved-tensor hooks on the transformers 5.24 decoders under autocast (the test
+# counts again). For h-wide queries in half precision this is 30h + 8f: the published closed form
+# s b (20h + 8f) for SwiGLU and flash attention, plus float32 norms and residuals. LoRA is counted with
+# adapters on every linear; with fewer a little less is kept.
+SAVED: dict[tuple[str, int], SavedBytes] = {
+    ("full", 4): SavedBytes(hidden=24, ffn=16, query=8, key=8, norm=8),
+    ("full", 2): SavedBytes(hidden=26, ffn=8, query=4, key=4, norm=6),
+    ("lora", 4): SavedBytes(hidden=16, ffn=16, query=8, key=8, norm=4),
+    ("lora", 2): SavedBytes(hidden=18, ffn=8, query=6, key=4, norm=4),
+}
+
+
+def layer_bytes_per_token(
+    spec: ModelSpec, work: Workload, software: Software = ELASTANE, sequence: int = 0
+) -> float:
+    """What one decoder layer keeps for its backward pass without recomputation, bytes a token (see `SAVED`)."""
+    compute = COMPUTE_BYTES[work.precision]
+    key_of = (MEASURED_TYPES[work.method], compute)
+    saved = software.saved.get(key_of) or SAVED[key_of]
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    ffn = active_ffn(spec) * (1.0 if spec.gated_mlp else 0.5)
+    total = saved.hidden * spec.hidden + saved.ffn * ffn + saved.query * query + saved.key * key
+    if spec.query_key_norm:
+        total += saved.norm * (query + key)
+    if work.method != "full":
+        adapted = {name for name, _, _ in lora_shapes(spec, work.lora_targets)}
+        total += compute * work.lora_rank * len(adapted)
+        total -= compute * _inputs_not_kept(spec, adapted, ffn)
+    return total + software.scores * spec.heads * sequence
+
+
+def _inputs_not_kept(spec: ModelSpec, adapted: set[str], ffn: float) -> float:
+    """Entries a token that frozen linears without an adapter need not keep: the MLP's input and its product."""
+    ups = {"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "c_fc", "fc1"}
+    downs = {"down_proj", "dense_4h_to_h", "fc2"}
+    names = {name for name, _, _ in spec.linear_shapes}
+    free = 0.0
+    if names & ups and not adapted & ups:
+        free += spec.hidden
+    if names & downs and not adapted & downs:
+        free += ffn
+    return free
+
+
+def layer_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software) -> tuple[float, float]:
+    """Bytes a token of one layer on one rank: (its whole working set, what is kept until its backward pass).
+
+    Tensor parallelism divides what lies inside attention and MLP, and with sequence parallelism the rest too;
+    without, 10 of Korthikanti et al.'s 34 bytes a hidden entry stay whole (arXiv:2205.05198, equations 2 to 4).
+    Full checkpointing keeps a layer's input; selective keeps the outputs of its matrix products.
+    """
+    compute = COMPUTE_BYTES[work.precision]
+    whole = layer_bytes_per_token(spec, work, software, work.sequence)
+    if plan.tp > 1:
+        norms = 0.0 if plan.sequence_parallel else 5.0 * compute * spec.hidden
+        norms = min(norms, 0.6 * whole)
+        gathered = 0.0 if plan.pp > 1 and plan.tp > software.gathered_most else software.gathered_inputs
+        whole = norms + (whole - norms) / plan.tp + gathered * spec.hidden
+    if plan.activation_checkpointing == "none":
+        return whole, whole
+    default = FLOAT32 if work.method == "full" and software is ELASTANE else compute
+    residual = (software.residual if software.residual is not None else default) * spec.hidden
+    if plan.tp > 1 and plan.sequence_parallel:
+        residual /= plan.tp
+    if plan.activation_checkpointing == "full":
+        return whole, residual
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    ups = 2 if spec.gated_mlp else 1
+    products = query + 2 * key + 2 * spec.hidden + ups * active_ffn(spec)
+    matmuls = compute * (query + software.selective * products) / plan.tp
+    return whole, min(whole, residual + matmuls)
+
+
+def active_ffn(spec: ModelSpec) -> float:
+    """Width of the MLP that a token passes, averaged over layers with experts and layers without."""
+    if spec.moe is None:
+        return spec.ffn
+    dense = spec.moe.dense_layers / spec.layers
+    return dense * spec.ffn + (1 - dense) * (spec.moe.active * spec.moe.ffn + spec.moe.shared_ffn)
+
+
+def logit_bytes(precision: Precision, software: Software = ELASTANE) -> float:
+    """Bytes a token and vocabulary entry: float32 logits, log-probabilities and gradient, and the logits
+    before the upcast. Taken as if every token were learnt; the loss leaves out those that are not.
+    """
+    return software.logits if COMPUTE_BYTES[precision] < FLOAT32 else 3 * FLOAT32
+
+
+def vision_bytes(spec: ModelSpec, plan: Plan, work: Workload) -> float:
+    """The tower's activations: of one layer when it is frozen, of all when it is trained (34 bytes a hidden entry
+    and patch, arXiv:2205.05198 equation 1 without the scores), and the image features.
+    """
+    vision = spec.vision
+    if vision is None or not work.longest_tiles:
+        return 0.0
+    compute = COMPUTE_BYTES[work.precision]
+    patches = plan.micro_batch * work.longest_tiles * vision.patches
+    layer = 17.0 * compute * vision.hidden
+    layers = vision.layers if work.train_tower and plan.activation_checkpointing == "none" else 1
+    features = 2 * compute * (vision.hidden + spec.hidden)
+    return patches * (layer * layers + features)
