@@ -1,4 +1,6 @@
-"""kill -9 of worker, train stage and flow at random moments; weights after `dvc repro` against an uninterrupted run.
+"""kill -9 of worker, train stage and flow at drawn moments; weights after `dvc repro` against an uninterrupted run.
+
+Three in four fall after a step drawn uniformly over the run's steps, the others before its first.
 
 Usage: python -m benchmarks.kill9 [--kills 10] [--seed 0]
 """
@@ -13,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.record import write
-from tests.pipeline.kill import VICTIMS, as_rows, forget_training, kill_once
+from tests.pipeline.kill import VICTIMS, as_rows, kill_once
 from tests.pipeline.workspace import make_workspace
 
 
@@ -33,7 +35,6 @@ def main() -> None:
             )
             workspace.must("dvc", "repro", "-q")
             reference = workspace.weights()
-            forget_training(workspace)
             for number in range(options.kills // 2):
                 victim = list(VICTIMS)[(number + ranks) % len(VICTIMS)]
                 kills.append(kill_once(workspace, victim, ranks, draw, reference))

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from flows.cli_plan import plan
 from tasks.errors import USER_ERROR_EXIT_CODE, UserError
 from tasks.params import Params, read_params
 from tasks.paths import Paths
@@ -103,6 +104,9 @@ def probe(
 
         rates = measured_rates(profile, paths.root)
     print(document(profile, rates) if json else "\n".join(lines(profile, rates)))
+
+
+app.command()(plan)
 
 
 @app.command()

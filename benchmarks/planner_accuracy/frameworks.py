@@ -19,6 +19,7 @@ FUSED = {("full", 2): SavedBytes(18, 8, 4, 4, 4), ("lora", 2): SavedBytes(14, 8,
 # column-parallel layers are kept gathered (its tp_recompute_allgather off).
 NANOTRON = Software(
     name="nanotron",
+    gradients_stay=True,
     weight=2,
     cast=0,
     gradient=2,
@@ -42,6 +43,7 @@ NANOTRON = Software(
 # fp16 or bf16 weights, gradients of the same width, float32 master and moments (arXiv:1910.02054 section 3.1).
 MEGATRON = Software(
     name="megatron",
+    gradients_stay=True,
     weight=2,
     cast=0,
     gradient=4,

@@ -8,6 +8,8 @@ from tasks.planner.workload import ELASTANE, SavedBytes, Software, Workload
 
 FLOAT32 = 4
 COMPUTE_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+# There is no flash attention in float32 on CUDA: the scores are kept (seen in benchmarks/results/planner-gpu.json).
+FLOAT32_SCORES = 4
 MEASURED_TYPES = {"full": "full", "lora": "lora", "qlora": "lora"}
 
 # Counted with torch's saved-tensor hooks on the transformers 5.24 decoders under autocast (the test
@@ -63,6 +65,8 @@ def layer_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software)
     """
     compute = COMPUTE_BYTES[work.precision]
     whole = layer_bytes_per_token(spec, work, software, work.sequence)
+    if work.precision == "float32" and plan.device == "cuda" and not software.scores:
+        whole += FLOAT32_SCORES * spec.heads * work.sequence
     if plan.tp > 1:
         norms = 0.0 if plan.sequence_parallel else 5.0 * compute * spec.hidden
         norms = min(norms, 0.6 * whole)

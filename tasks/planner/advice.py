@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from math import sqrt
 
 from tasks.contracts import Candidate, CostEstimate, Plan, TrainPerformance
-from tasks.planner.memory import FLOAT32, trainable_parameters
+from tasks.planner.activations import FLOAT32
+from tasks.planner.memory import trainable_parameters
 from tasks.planner.problem import Problem
 
 TRAFFIC = ("communication", "tensor_parallel", "pipeline")

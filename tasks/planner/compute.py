@@ -38,8 +38,11 @@ def matmul_seconds(
     if machine.device == "cpu":
         return flops / (machine.peak * rows / (rows + CPU_ROWS))
     c = machine.constants
-    best = FLOAT32_MATMUL if single else c.matmul
-    share = best * rows / (rows + c.rows) * d_out / (d_out + c.width) * d_in / (d_in + c.width)
+    share = (
+        FLOAT32_MATMUL
+        if single
+        else c.matmul * rows / (rows + c.rows) * d_out / (d_out + c.width) * d_in / (d_in + c.width)
+    )
     moved = width * (rows * d_in + d_in * d_out + rows * d_out)
     return max(flops / (machine.peak * share), moved / (machine.bandwidth * c.bandwidth))
 

@@ -42,7 +42,9 @@ def why(problem: Problem, found: Found) -> str:
     ]
     if others:
         slower = cost.tokens_per_second / cost_of(others[0]).tokens_per_second - 1
-        speed = f"{slower:.0%} slower" if slower > NEAR_TIE - 1 else "about as fast, but larger or less simple"
+        speed = (
+            f"{slower:.0%} slower" if slower > NEAR_TIE - 1 else "about as fast, but larger or less simple"
+        )
         parts.append(f"Next is {settings(others[0].plan)}, {speed}.")
     if plan.device == "cpu" and plan.world_size == 1:
         parts.append(f"On a CPU one process already uses all {hardware.cpu_cores} cores.")
@@ -92,7 +94,9 @@ def table(report: PlanReport) -> str:
     for candidate in costed[:SHOWN]:
         lines += [row("rejected", candidate), f"{'':9} {candidate.rejected}"]
     lines += _more(report.unfit, "rejected")
-    lines += [f"ruled out {candidate.rejected}" for candidate in report.rejected if candidate.estimate is None]
+    lines += [
+        f"ruled out {candidate.rejected}" for candidate in report.rejected if candidate.estimate is None
+    ]
     return "\n".join([*lines, *(f"advice    {sentence}" for sentence in report.advice)])
 
 

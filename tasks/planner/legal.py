@@ -140,7 +140,9 @@ def sequence_parallel(plan: Plan, ground: Ground) -> str | None:
     if not plan.sequence_parallel:
         return None
     if plan.tp == 1:
-        return "sequence parallelism with tp=1 has no ranks to cut a row over; use tp=2 or more, or leave it out"
+        return (
+            "sequence parallelism with tp=1 has no ranks to cut a row over; use tp=2 or more, or leave it out"
+        )
     for name, width in (("hidden_size", ground.spec.hidden), ("the longest row", ground.work.sequence)):
         if width % plan.tp:
             return (
@@ -154,9 +156,7 @@ def qlora_is_whole(plan: Plan, ground: Ground) -> str | None:
     if ground.work.method != "qlora":
         return None
     if plan.sharding == "zero3":
-        return (
-            "zero3 with qlora would shard packed 4-bit weights, which DeepSpeed cannot gather again; use fsdp2, or lora"
-        )
+        return "zero3 with qlora would shard packed 4-bit weights, which DeepSpeed cannot gather again; use fsdp2, or lora"
     if plan.tp > 1:
         return f"tp={plan.tp} with qlora would cut packed 4-bit matrices by rows and columns; use tp=1 with fsdp2, or lora"
     return None
@@ -184,9 +184,7 @@ def schedule_fits(plan: Plan, ground: Ground) -> str | None:
     if not chunked.get(plan.schedule, plan.virtual_stages == 1):
         return f"virtual_stages={plan.virtual_stages} does not go with {plan.schedule}; use interleaved1f1b, or 1"
     if plan.schedule == "zerobubble" and ground.work.method != "full":
-        return (
-            f"zerobubble fills its bubble with gradients of weights, which {ground.work.method} hardly has; use 1f1b"
-        )
+        return f"zerobubble fills its bubble with gradients of weights, which {ground.work.method} hardly has; use 1f1b"
     return None
 
 

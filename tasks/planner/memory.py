@@ -101,6 +101,10 @@ def _stage(
         pieces = 8 if software.chunked_loss else 1
         terms["logits"] = tokens * spec.vocab * size / share / pieces
     terms["fixed"] = fixed_bytes(plan, software)
+    if plan.accumulation == 1 and not software.gradients_stay:
+        # The backward pass frees activations and logits as it makes gradients: only the excess adds to the peak.
+        freed = terms["activations"] + terms.get("logits", 0.0)
+        terms["gradients"] = max(0.0, terms["gradients"] - freed)
     return terms
 
 
@@ -158,6 +162,8 @@ def _states(
     # weights are cast when they are gathered.
     tables = 0 if spec.tied_embeddings else spec.embedding_parameters / plan.tp
     cast = software.cast if compute < FLOAT32 else 0
+    if plan.activation_checkpointing == "full":
+        cast = 0  # what a recomputed layer casts is freed with it
     if not whole:
         terms["casts"] = cast * (max(trained - tables, 0) if work.method == "full" else trained)
     else:

@@ -45,7 +45,9 @@ def with_neighbours(problem: Problem, rejected: Sequence[Candidate], count: int)
 
 def _neighbours(problem: Problem, plan: Plan) -> Iterator[str]:
     def fits(changed: Problem, other: Plan) -> bool:
-        return broken(other, changed.ground, RULES) is None and changed.cost.fits(changed.cost.estimate(other))
+        return broken(other, changed.ground, RULES) is None and changed.cost.fits(
+            changed.cost.estimate(other)
+        )
 
     for method in _methods(problem):
         changed = problem.changed(work=replace(problem.work, method=method))

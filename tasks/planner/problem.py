@@ -68,7 +68,8 @@ class Pins:
     def allow(self, plan: Plan) -> bool:
         """Whether a plan is as wished, its micro-batch aside."""
         return all(
-            getattr(self, name) in (None, getattr(plan, name)) for name in ("data_parallel", "tp", "pp", *WORDS)
+            getattr(self, name) in (None, getattr(plan, name))
+            for name in ("data_parallel", "tp", "pp", *WORDS)
         )
 
 

@@ -106,9 +106,7 @@ def _cost_all(problem: Problem, found: list[Plan]) -> tuple[list[Costed], list[C
     return fitting, unfit, hopeless
 
 
-def _cost_layout(
-    problem: Problem, layout: Plan, thorough: bool
-) -> Iterable[tuple[Plan, CostEstimate, bool]]:
+def _cost_layout(problem: Problem, layout: Plan, thorough: bool) -> Iterable[tuple[Plan, CostEstimate, bool]]:
     """Every micro-batch up to the first that does not fit, level by level.
 
     More recomputing is only tried for micro-batches that are too large without, unless `thorough`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tasks.contracts import ModelSpec, Plan
 from tasks.planner.activations import COMPUTE_BYTES, FLOAT32
 from tasks.planner.compute import head_pass, layer_pass, vision_pass
@@ -25,6 +27,8 @@ def seconds(
     compute and recompute are of all micro-batches, bubble is what the pipeline idles, tensor and pipeline traffic
     is exposed, data-parallel traffic is what does not hide behind computing.
     """
+    if machine.device == "cpu":
+        machine = replace(machine, peak=machine.peak / plan.world_size)  # ranks of one CPU share its cores
     width = plan.micro_batch * (work.sequence if work.padded else work.mean_row)
     stages = stage_layers(spec, plan.pp, software.stage_split)
     layer = layer_pass(spec, plan, work, machine, software, width)

@@ -34,7 +34,9 @@ def terms(cost: CostEstimate) -> str:
     """What takes most at the fullest moment; only that of training is known by term."""
     if moment(cost) == "in training":
         return largest_terms(cost.memory_bytes)
-    return "longest rows side by side, evaluate.batch_size of them" if "eval" in moment(cost) else "all states"
+    return (
+        "longest rows side by side, evaluate.batch_size of them" if "eval" in moment(cost) else "all states"
+    )
 
 
 def moment(cost: CostEstimate) -> str:

@@ -61,7 +61,8 @@ class Software:
     bytes a token and vocabulary entry stand at the peak; `chunked_loss` computes the loss in pieces instead.
     `gathered_inputs` bytes a token and hidden entry of a layer stay unsharded under tensor parallelism, but not with
     pipeline stages and more than `gathered_most` tensor-parallel ranks. Selective checkpointing keeps the share
-    `selective` of the matrix products' outputs. `loads_whole`: every rank reads the whole model before it is sharded. `context`
+    `selective` of the matrix products' outputs. Unless `gradients_stay`, there are none while the only micro-batch
+    of a step goes forward. `loads_whole`: every rank reads the whole model before it is sharded. `context`
     bytes are outside the allocator, `reserved` is the ratio of reserved to allocated memory. `elementwise` bytes of
     traffic, a token and hidden (`[0]`) or ffn entry (`[1]`), are what a layer's forward pass moves beside its
     matmuls. `launch` seconds is the least time of a layer's forward pass, for its kernels cannot be launched faster;
@@ -92,8 +93,9 @@ class Software:
     reserved: float = 1.0
     stage_split: StageSplit = "even"
     elementwise: tuple[float, float] = (60.0, 12.0)
-    launch: float = 1.5e-3
-    adapter_launch: float = 0.32e-3
+    launch: float = 1.0e-3
+    adapter_launch: float = 0.2e-3
+    gradients_stay: bool = False
     host_wait: tuple[float, float] = (0.0, 0.0)
     overlap: float = 0.9
     gradient_traffic: float = 4
@@ -102,8 +104,8 @@ class Software:
 
 
 # This project's trainer: float32 weights, gradients and AdamW moments, autocast (tasks/trainer/torch_engine.py).
-# A layer's launch times were measured with it on one H200 host (benchmarks/results/
-# first-light-h200-x1-small-batches.json): 4.5 ms a layer forward and backward for full tuning, 11 ms for LoRA.
+# A layer's launch times were measured with it on one H200 (benchmarks/results/planner-gpu.json): about 4 ms a layer
+# forward and backward for full tuning, 7 to 8 ms with seven adapters a layer.
 ELASTANE = Software(name="elastane")
 
 

@@ -1,4 +1,4 @@
-"""kill -9 at a random moment, then `dvc repro`: the weights must equal an uninterrupted run's, bit for bit."""
+"""kill -9 at a drawn moment, then `dvc repro`: the weights must equal an uninterrupted run's, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from tasks.contracts import TrainReport
 from tests.pipeline.workspace import Workspace
 
 # who is killed -> what its command line holds
@@ -21,14 +22,22 @@ VICTIMS = {
     "train stage": "tasks.train",
     "flow": "elastane",
 }
+BEFORE_TRAINING = 0.25  # share of kills that fall between the stage's start and the first step
+LOADING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One fault and what came of it. Steps are those logged when the victim died, None before training."""
+    """One fault and what came of it.
+
+    `drawn_step` is the step after which it was to fall, None before training; `step_at_death` is how many of
+    `steps` were logged when all was dead.
+    """
 
     victim: str
     ranks: int
+    steps: int
+    drawn_step: int | None
     seconds_after_start: float
     step_at_death: int
     left_behind: int
@@ -62,7 +71,12 @@ def steps_logged(workspace: Workspace) -> int:
 
 
 def kill_once(workspace: Workspace, victim: str, ranks: int, draw: random.Random, reference: dict) -> Kill:
-    """Starts the pipeline, kills `victim` at a random moment of its life, repairs by `dvc repro`, compares."""
+    """Starts the pipeline, kills `victim` at a drawn moment, repairs by `dvc repro`, compares.
+
+    The workspace must have been trained under its recipe: from there it is known how many steps that takes.
+    """
+    steps = TrainReport.read(workspace.root / "reports" / "train_report.json").steps
+    drawn = None if draw.random() < BEFORE_TRAINING else draw.randrange(1, steps)
     forget_training(workspace)
     command = ["elastane", "run"] if victim == "flow" else ["dvc", "repro"]
     running = subprocess.Popen(
@@ -74,36 +88,37 @@ def kill_once(workspace: Workspace, victim: str, ranks: int, draw: random.Random
         start_new_session=True,
     )
     begin = time.monotonic()
-    wait_until(lambda: bool(processes(workspace, "tasks.train")) or running.poll() is not None, 120)
-    if victim == "worker":
-        wait_until(lambda: bool(processes(workspace, VICTIMS[victim])) or running.poll() is not None, 60)
-    # Half of the kills fall before or at the first steps, half in the midst of training and saving.
-    if draw.random() < 0.5:
-        wait_until(lambda: steps_logged(workspace) > 0 or running.poll() is not None, 60)
-        time.sleep(draw.uniform(0, 1.5))
+    for pattern in ("tasks.train", VICTIMS[victim]):
+        wait_until(lambda name=pattern: running.poll() is not None or processes(workspace, name), 120)
+    if drawn is None:
+        time.sleep(draw.uniform(0, LOADING_SECONDS))
     else:
-        time.sleep(draw.uniform(0, 6))
-    at, step = time.monotonic() - begin, steps_logged(workspace)
-    for process in processes(workspace, VICTIMS[victim]):
+        wait_until(lambda: running.poll() is not None or steps_logged(workspace) > 0, 120)
+    # Looked for before the last wait, since looking takes longer than a step.
+    condemned = processes(workspace, VICTIMS[victim])
+    assert condemned, f"no {victim} is left to kill"
+    wait_until(lambda: running.poll() is not None or steps_logged(workspace) >= (drawn or 0), 120, 0.002)
+    at = time.monotonic() - begin
+    for process in condemned:
         process.send_signal(signal.SIGKILL)
-    if victim == "flow":
-        running.kill()
     running.wait(timeout=120)
     time.sleep(2)
+    died_at = steps_logged(workspace)
     left = sum(len(processes(workspace, name)) for name in ("tasks.train", "tasks.trainer.worker"))
     workspace.must("dvc", "repro", "-q")
     weights = workspace.weights()
     equal = weights.keys() == reference.keys() and all(
         torch.equal(weights[k], reference[k]) for k in reference
     )
-    return Kill(victim, ranks, round(at, 2), step, left, equal)
+    return Kill(victim, ranks, steps, drawn, round(at, 2), died_at, left, equal)
 
 
-def wait_until(condition, seconds: float) -> None:
+def wait_until(condition, seconds: float, interval: float = 0.05) -> None:
+    """Waits until `condition()` holds, asked every `interval` seconds; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.05)
+        time.sleep(interval)
 
 
 def as_rows(kills: list[Kill]) -> list[dict]:

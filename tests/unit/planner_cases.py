@@ -54,6 +54,7 @@ def gpus(
         update={
             "device": "cuda",
             "gpus": (gpu,) * count,
+            "host_memory_bytes": 64 * count * GIB,
             "links": tuple(Link(a=a, b=b, kind="nvlink", nvlinks=12) for a, b in pairs),
         }
     )

@@ -10,6 +10,7 @@ from tasks.contracts import Candidate, Link
 from tasks.errors import UserError
 from tasks.planner.explain import why
 from tasks.planner.nearest import too_large
+from tasks.planner.problem import Pins
 from tasks.planner.search import search
 from tests.unit.planner_cases import (
     GIB,
@@ -144,12 +145,6 @@ def test_three_explicit_degrees_make_the_batch():
 @pytest.mark.parametrize(
     ("machine", "pins", "sentence"),
     [
-        (gpus(8), {"data_parallel_degree": 3}, "=3 does not divide train.global_batch=16; use 1, 2, 4 or 8"),
-        (
-            cpu(2),
-            {"data_parallel_degree": 3},
-            "=3 does not divide train.global_batch=16; use 1, 2, 4, 8 or 16",
-        ),
         (
             gpus(2),
             {"data_parallel_degree": 4},
@@ -165,6 +160,12 @@ def test_illegal_pins_name_value_rule_and_way_out(machine, pins, sentence):
     with pytest.raises(UserError) as caught:
         plans(machine, strategy=strategy_params(**pins))
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(("machine", "use"), [(gpus(8), "1, 2, 4 or 8"), (cpu(2), "1, 2, 4, 8 or 16")])
+def test_a_degree_that_does_not_divide_the_batch_names_those_that_do(machine, use):
+    with pytest.raises(UserError, match=f"=3 does not divide train.global_batch=16; use {use}"):
+        search(problem(machine).changed(pins=Pins(data_parallel=3)))
 
 
 def test_gloo_may_be_asked_for_on_gpus():
@@ -184,8 +185,9 @@ def test_a_rejection_says_the_term_the_excess_and_what_fits():
     rejected = [candidate for candidate in candidates if candidate.rejected]
     widest = max(rejected, key=lambda c: (c.plan.activation_checkpointing == "none", c.plan.micro_batch))
     assert re.fullmatch(
-        r"needs [\d.]+ GiB of 21\.6 GiB, [\d.]+ GiB too much \(activations [\d.]+, .*\); "
-        r"fits as single, micro-batch \d+ x accumulation \d+, activation_checkpointing=full",
+        r"needs [\d.]+ GiB of 21\.6 GiB in training, [\d.]+ GiB too much \(weights [\d.]+, activations [\d.]+, .*\); "
+        r"fits as single, micro-batch \d+ x accumulation \d+, activation_checkpointing=full; "
+        r"this plan itself would fit at max_length 1024",
         widest.rejected,
     )
 

@@ -1,0 +1,111 @@
+"""`elastane plan` on the command line."""
+
+from __future__ import annotations
+
+import json as json_
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tasks.errors import UserError
+from tasks.params import Params, read_params
+from tasks.paths import Paths
+from tasks.stage import say
+
+Number = Annotated[int | None, typer.Option(min=1)]
+
+
+def plan(  # noqa: PLR0913 - one argument an option
+    model: Annotated[
+        str | None, typer.Option(help="Folder, config.json, Hugging Face id or short name.")
+    ] = None,
+    hardware: Annotated[str | None, typer.Option(help="Such as '8xA100-80G x 4 nodes IB400'.")] = None,
+    method: Annotated[Literal["full", "lora", "qlora"] | None, typer.Option(help="Default: lora.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest row in tokens, images included.")
+    ] = None,
+    mean_len: Annotated[float | None, typer.Option(min=1, help="Average row in tokens.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Rows an optimizer step.")] = None,
+    precision: Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option()] = None,
+    lora_rank: Number = None,
+    image_size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels, for vision models.")] = None,
+    images: Annotated[int, typer.Option(min=1, help="Images a row.")] = 1,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Use at most so many GPUs.")] = None,
+    micro_batch: Number = None,
+    dp: Number = None,
+    tp: Number = None,
+    pp: Number = None,
+    pin: Annotated[
+        list[str] | None, typer.Option(help="More pins, such as sharding=zero3 or offload=cpu.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Write memory and time of the best plans as a PNG.")
+    ] = None,
+    what_hardware: Annotated[
+        bool, typer.Option("--what-hardware", help="Smallest machines that fit.")
+    ] = False,
+    largest: Annotated[
+        bool, typer.Option("--largest", help="Largest model and longest row that fit.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """What a recipe needs and how fast it is, here or on hardware that is only named."""
+    from tasks.commands import plan as command
+
+    words = [*(pin or [])]
+    words += [
+        f"{key}={value}"
+        for key, value in {"gpus": gpus, "micro_batch": micro_batch, "dp": dp, "tp": tp, "pp": pp}.items()
+        if value
+    ]
+    question = command.Question(
+        model=model,
+        hardware=hardware,
+        method=method,
+        sequence=seq_len,
+        mean_row=mean_len,
+        batch=global_batch,
+        precision=precision,
+        lora_rank=lora_rank,
+        image_size=_pixels(image_size),
+        images=images,
+        pins=command.parse_pins(words),
+    )
+    workspace = _workspace()
+    if what_hardware or largest:
+        from tasks.commands import plan_inverse as inverse
+
+        found = (inverse.what_hardware if what_hardware else inverse.largest)(question, workspace)
+        document = [line.document() for line in found]
+        print(json_.dumps(document, indent=2) if json else "\n".join(line.text() for line in found))
+        return
+    answer = command.plan(question, workspace)
+    if picture is not None:
+        from tasks.commands.plan_picture import write_picture
+
+        write_picture(answer.report, picture, answer.name)
+        say(f"plan: {picture} shows the best plans")
+    if json:
+        print(json_.dumps(answer.document(), indent=2, sort_keys=True, ensure_ascii=False))
+        return
+    from tasks.commands.plan_text import lines
+
+    print("\n".join(lines(answer)))
+
+
+def _pixels(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+)[x×](\d+)", text)
+    if found is None:
+        raise UserError(f"--image-size {text} is no WIDTHxHEIGHT in pixels; write it as 672x672")
+    return int(found.group(1)), int(found.group(2))
+
+
+def _workspace() -> tuple[Params, Paths] | None:
+    if not (Path.cwd() / "params.yaml").is_file():
+        return None
+    paths = Paths.here()
+    return read_params(paths.params), paths

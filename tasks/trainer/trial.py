@@ -1,0 +1,136 @@
+"""A few steps of a plan on random weights of the model's true shape, to measure what the planner predicts.
+
+Started by torchrun, one process a rank: `python -m tasks.trainer.trial REQUEST.json RESULT.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.contracts import Contract, Plan, Precision
+from tasks.params import TrainParams
+from tasks.stage import die_with_parent
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from tasks.trainer.engine import Batch
+
+WARM_UP = 2
+
+
+class TrialRequest(Contract):
+    """One plan to try. `config` is a model's config.json; rows are `mean_row` tokens, one step's `sequence`."""
+
+    config: str
+    plan: Plan
+    train: TrainParams
+    precision: Precision
+    sequence: int
+    mean_row: int
+    steps: int
+
+
+class TrialResult(Contract):
+    """Seconds of the median step and peak bytes a rank; `failed` says why there are none."""
+
+    plan: Plan
+    seconds: float | None
+    peak_bytes: int | None
+    failed: str | None
+
+
+def run_trial(request: TrialRequest) -> TrialResult:
+    """Trains `request.steps` steps in this process (a rank of a process group where the plan has several)."""
+    import torch
+
+    try:
+        return _measure(request)
+    except torch.OutOfMemoryError:
+        return TrialResult(plan=request.plan, seconds=None, peak_bytes=None, failed="ran out of GPU memory")
+
+
+def _measure(request: TrialRequest) -> TrialResult:
+    import torch
+
+    from tasks.trainer.torch_engine import TorchEngine
+
+    plan = request.plan
+    engine = TorchEngine(_random_model(request), request.train, plan, request.precision, 100, 0)
+    cuda = plan.device == "cuda"
+    vocab = engine.model.config.vocab_size
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    # The longest rows first: they decide the peak, and all shapes are warm afterwards.
+    lengths = [request.sequence, *[request.mean_row] * (WARM_UP - 1 + request.steps)]
+    taken = []
+    for length in lengths:
+        batches = [_batch(plan.micro_batch, length, vocab) for _ in range(plan.accumulation)]
+        targets = plan.global_batch * (length - 1)
+        if cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        engine.train_step(batches, targets, ())
+        taken.append(time.perf_counter() - begin)  # train_step reads the loss, so the device has caught up
+    engine.close()
+    peak = torch.cuda.max_memory_reserved() if cuda else None
+    return TrialResult(plan=plan, seconds=statistics.median(taken[WARM_UP:]), peak_bytes=peak, failed=None)
+
+
+def _random_model(request: TrialRequest) -> PreTrainedModel:
+    """The model of the config with random weights, made where it will train."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tasks.trainer.loading import DTYPES
+    from tasks.trainer.parallelize import local_device
+
+    described = json.loads(Path(request.config).read_text(encoding="utf-8"))
+    config = AutoConfig.for_model(described.pop("model_type"), **described)
+    full = request.train.finetuning_type == "full"
+    with local_device(request.plan):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32 if full else DTYPES[request.precision]
+        )
+
+
+def _batch(rows: int, length: int, vocab: int) -> Batch:
+    import torch
+
+    from tasks.trainer.engine import Batch
+
+    ids: torch.Tensor = torch.randint(vocab, (rows, length))
+    return Batch(input_ids=ids, labels=ids)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Joins torchrun's group, runs the trial, and lets rank 0 write the result."""
+    die_with_parent()
+    import torch
+    import torch.distributed as dist
+
+    request = TrialRequest.read(Path(arguments[0]))
+    if request.plan.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    backend = "cpu:gloo,cuda:nccl" if request.plan.backend == "nccl" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    try:
+        result = run_trial(request)
+        if dist.get_rank() == 0:
+            result.write(Path(arguments[1]))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
