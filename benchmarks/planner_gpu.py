@@ -1,6 +1,7 @@
-"""Predictions beside measurements of this project's own trainer on one GPU, random weights of true shapes.
+"""Predictions beside measurements of this project's own trainer random weights of true shapes.
 
-Usage: python -m benchmarks.planner_gpu [--out FOLDER] [--limit SECONDS]
+Usage: python -m benchmarks.planner_gpu [--out FOLDER] [--limit SECONDS] [--unseen]
+   or: torchrun --nproc-per-node=N -m benchmarks.planner_gpu: the same as DDP over N GPUs
 Every prediction is made, and written, before its plan is run.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -131,12 +133,15 @@ UNSEEN = (
 )
 
 
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def plan_of(micro: int, accumulation: int, level: str) -> Plan:
     return Plan(
         engine="torch",
         device="cuda",
         backend="nccl",
-        dp_replicate=1,
+        dp_replicate=RANKS,
         dp_shard=1,
         tp=1,
         pp=1,
@@ -224,19 +229,32 @@ def main() -> None:
     hardware = read_machine("cuda", {}, Path("/"))
     train = read_params(Path(__file__).parents[1] / "params.yaml").train
     variants = UNSEEN if options.unseen else VARIANTS
-    name = "planner-gpu-unseen" if options.unseen else "planner-gpu"
+    name = "planner-gpu" + ("-unseen" if options.unseen else "") + (f"-ddp{RANKS}" if RANKS > 1 else "")
     rows = [{"variant": list(variant), "predicted": predict(variant, hardware)} for variant in variants]
-    write(name, {"rows": rows, "measured": False}, options.out)
-    begin = time.monotonic()
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch.backends.cuda.matmul.allow_tf32 = False
+    if RANKS > 1:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
+    if os.environ.get("RANK", "0") != "0":
+        options.out = Path(tempfile.mkdtemp())  # every rank trains, the first reports
+    write(name, {"rows": rows, "measured": False}, options.out)
+    measure(rows, train, options, name)
+    if RANKS > 1:
+        torch.distributed.destroy_process_group()
+
+
+def measure(rows: list[dict[str, Any]], train: TrainParams, options: argparse.Namespace, name: str) -> None:
+    import torch
+
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for variant, row in zip(variants, rows, strict=True):
+        for row in rows:
             if time.monotonic() - begin > options.limit:
                 row["measured"] = {"failed": "not run: out of time"}
                 continue
-            result = run_trial(request_of(variant, Path(folder), train, options.steps))
-            row["measured"] = result.model_dump(exclude={"plan"})
-            print(variant, row["predicted"]["seconds"], row["measured"], flush=True)
+            request = request_of(tuple(row["variant"]), Path(folder), train, options.steps)
+            row["measured"] = run_trial(request).model_dump(exclude={"plan"})
+            print(row["variant"], row["predicted"]["seconds"], row["measured"], flush=True)
             gc.collect()
             torch.cuda.empty_cache()
             write(name, {"rows": rows, "measured": True, **errors(rows)}, options.out)
