@@ -17,7 +17,7 @@ from tasks.stage import say
 Number = Annotated[int | None, typer.Option(min=1)]
 
 
-def plan(  # noqa: PLR0913 - one argument an option
+def plan(  # noqa: PLR0913, PLR0917 - one argument an option
     model: Annotated[
         str | None, typer.Option(help="Folder, config.json, Hugging Face id or short name.")
     ] = None,

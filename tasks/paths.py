@@ -136,3 +136,8 @@ def cache_folder() -> Path:
 def rates_file(identity: str) -> Path:
     """Rates measured on the machine of this identity."""
     return cache_folder() / "rates" / f"{identity}.json"
+
+
+def corrections_file(identity: str) -> Path:
+    """What trials taught the planner about the machine of this identity."""
+    return cache_folder() / "corrections" / f"{identity}.json"

@@ -9,9 +9,9 @@ from tasks.contracts import DataManifest, HardwareProfile, ModelSpec, PlanReport
 from tasks.errors import UserError
 from tasks.params import Params, TrainParams
 from tasks.paths import Paths
+from tasks.planner.capabilities import TRAINABLE_NOW, Capabilities
 from tasks.planner.explain import report as plan_report
 from tasks.planner.explain import table
-from tasks.planner.legal import TRAINABLE_NOW, Capabilities
 from tasks.planner.model_spec import model_spec
 from tasks.planner.problem import Pins, Problem
 from tasks.planner.search import search
@@ -117,9 +117,20 @@ def read_config(path: Path) -> dict[str, object]:
         UserError: missing, or no JSON object.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} is missing, and the plan is made from it; run prepare_data first") from None
+    return parse_config(text, str(path))
+
+
+def parse_config(text: str, path: str) -> dict[str, object]:
+    """A config.json's text; `path` is where it came from.
+
+    Raises:
+        UserError: it is no JSON object.
+    """
+    try:
+        config = json.loads(text)
     except ValueError as error:
         raise UserError(
             f"{path} is not JSON ({error}); mend the model's config or delete it and prepare again"

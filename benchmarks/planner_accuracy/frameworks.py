@@ -1,7 +1,9 @@
-"""What published trainers keep and compute, as a `Software` each: facts of their code and reports, none fitted a file.
+"""What published trainers keep and compute, as a `Software` each.
 
-Bytes of states follow each trainer's precision recipe; where a framework's own documentation is the source it is
-named. What could not be found is left as this project's own value.
+Bytes of states follow each trainer's precision recipe, from its code or documentation. Other habits are written
+nowhere, and were inferred from the trainer's own published rows: `INFERRED` names each of them with the rows it was
+read off, and scoring with a source left out forgets them (`framework_of`). What could not be found at all is this
+project's own value.
 """
 
 from __future__ import annotations
@@ -94,7 +96,13 @@ HF_TRAINER = replace(
     context=2.0 * GIB,
     reserved=1.05,
 )
-HF_DEEPSPEED = replace(HF_TRAINER, accumulated=4, moments=8, master=4)
+
+
+def deepspeed(trainer: Software, summed: bool) -> Software:
+    """The trainer with DeepSpeed's mixed-precision optimizer; `summed` with float32 gradient sums (no ZeRO)."""
+    return replace(trainer, accumulated=4 if summed else 0, moments=8, master=4)
+
+
 # Rows of all lengths leave holes between logits of all sizes, so that two to three of them stay reserved.
 MS_SWIFT = replace(HF_TRAINER, name="ms-swift", logits=30, context=1.4 * GIB, launch=0.84e-3, reserved=1.0)
 LITGPT = replace(
@@ -137,8 +145,37 @@ TORCHTUNE = replace(
 )
 
 
-def framework_of(name: str) -> Software:
-    """The Software whose habits the row's framework follows; this project's own where it is not known."""
+# Habits that no documentation states, by trainer: field -> the source (start of `file`) whose rows it was read off.
+# nanotron: which layer inputs stay gathered under tensor parallelism, and what the host spends on collectives;
+# HF Trainer and ms-swift: how many copies of the logits stay reserved; and so on.
+INFERRED: dict[str, dict[str, str]] = {
+    "nanotron": dict.fromkeys(
+        (
+            *("logits", "gathered_inputs", "gathered_most", "host_wait", "launch"),
+            *("context", "elementwise", "overlap"),
+        ),
+        "i1",
+    ),
+    "megatron": {
+        **dict.fromkeys(("launch", "elementwise", "overlap"), "i2"),
+        **dict.fromkeys(("context", "reserved"), "i3"),
+        "adapter_launch": "j1",
+    },
+    "torchtitan": dict.fromkeys(("logits", "context", "launch", "selective", "elementwise", "overlap"), "c"),
+    "llm-foundry": dict.fromkeys(("launch", "elementwise", "overlap"), "f"),
+    "hf-trainer": dict.fromkeys(("logits", "launch", "adapter_launch", "context", "reserved"), "j1"),
+    "ms-swift": dict.fromkeys(("logits", "launch", "context"), "j3"),
+    "litgpt": dict.fromkeys(("logits", "launch", "adapter_launch", "context", "loads_whole"), "j4"),
+    "fsdp-qlora": dict.fromkeys(("launch", "adapter_launch", "context"), "j5"),
+    "torchtune": dict.fromkeys(("logits", "context"), "d"),
+}
+
+
+def framework_of(name: str, without: str = "") -> Software:
+    """The Software whose habits the row's framework follows; this project's own where it is not known.
+
+    Habits inferred from the source `without` (a row's `file`) are the generic ones of `Software` instead.
+    """
     table = (
         ("nanotron", NANOTRON),
         ("Megatron", MEGATRON),
@@ -146,7 +183,7 @@ def framework_of(name: str) -> Software:
         ("NeMo AutoModel", TORCHTITAN),
         ("NeMo", MEGATRON),
         ("torchtitan", TORCHTITAN),
-        ("fms-fsdp", replace(TORCHTITAN, name="fms-fsdp", weight=4)),
+        ("fms-fsdp", replace(TORCHTITAN, name="fms-fsdp")),
         ("llm-foundry", FOUNDRY),
         ("ms-swift", MS_SWIFT),
         ("HF Trainer", HF_TRAINER),
@@ -154,4 +191,8 @@ def framework_of(name: str) -> Software:
         ("fsdp_qlora", FSDP_QLORA),
         ("torchtune", TORCHTUNE),
     )
-    return next((software for key, software in table if key in name), ELASTANE)
+    found = next((software for key, software in table if key in name), ELASTANE)
+    source = without.split("_", maxsplit=1)[0]
+    generic = Software(name="generic")
+    unknown = [field for field, read in INFERRED.get(found.name, {}).items() if read == source]
+    return replace(found, **{field: getattr(generic, field) for field in unknown})

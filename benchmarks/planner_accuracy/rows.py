@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from scipy.special import gammainc
 
-from benchmarks.planner_accuracy.frameworks import HF_DEEPSPEED, HF_TRAINER, framework_of
+from benchmarks.planner_accuracy.frameworks import deepspeed, framework_of
 from benchmarks.planner_accuracy.measured import GIB, Row, memory_of, number, seconds_of
 from benchmarks.planner_accuracy.shapes import spec_of
 from tasks.contracts import ModelSpec, Plan
@@ -50,14 +50,15 @@ class Case:
     memory: float | None
     status: str
     context_counts: bool
+    row: Row
 
 
 class Skip(Exception):
     """Why a row cannot be asked, in words."""
 
 
-def case_of(row: Row) -> Case:
-    """The row as a question to the planner.
+def case_of(row: Row, without: str = "") -> Case:
+    """The row as a question to the planner; habits that were read off the source `without` are unknown then.
 
     Raises:
         Skip: a precision, method or layout that the planner does not plan, or numbers that are missing.
@@ -65,7 +66,7 @@ def case_of(row: Row) -> Case:
     _refuse(row)
     spec = spec_of(row)
     plan = _plan(row, spec)
-    software = _software(row)
+    software = _software(row, without)
     work = _work(row, spec)
     hardware = _machine(row, plan)
     parallel = "+".join(
@@ -89,6 +90,7 @@ def case_of(row: Row) -> Case:
         memory=memory_of(row),
         status=row["status"],
         context_counts="nvidia-smi" in row.get("mem_kind", ""),
+        row=row,
     )
 
 
@@ -220,12 +222,12 @@ def _mean_row(row: Row, sequence: int) -> float:
     return float(sequence)
 
 
-def _software(row: Row) -> Software:
-    software = framework_of(row["framework"])
+def _software(row: Row, without: str) -> Software:
+    software = framework_of(row["framework"], without)
     if row["attn_impl"].startswith(("fused-softmax", "unfused", "eager")):
         software = replace(software, scores=2.8)
-    if software is HF_TRAINER and "lora" not in row["method"]:
-        software = HF_DEEPSPEED if row["sharding"] == "none" else replace(HF_DEEPSPEED, accumulated=0)
+    if software.name == "hf-trainer" and "lora" not in row["method"]:
+        software = deepspeed(software, summed=row["sharding"] == "none")
     if "fp32-accum" in row["grad_dtype"] and software.accumulated == 0:
         software = replace(software, gradient=6.0, gradient_traffic=4.0)
     if "8bit" in row["optimizer"]:
@@ -242,11 +244,16 @@ def _software(row: Row) -> Software:
     return software
 
 
+def gpu_kind(text: str) -> str | None:
+    """The planner's name of a row's GPU."""
+    return next((name for key, name in GPUS if key in text), None)
+
+
 _machines: dict[tuple[str, int, int, str, str], Machine] = {}
 
 
 def _machine(row: Row, plan: Plan) -> Machine:
-    kind = next((name for key, name in GPUS if key in row["gpu_type"]), None)
+    kind = gpu_kind(row["gpu_type"])
     if kind is None:
         raise Skip(f"GPU {row['gpu_type']} is not in the planner's table")
     gpus = int(number(row, "num_gpus", 1))

@@ -122,7 +122,6 @@ def measure(profile: HardwareProfile, folder: Path | None = None, effort: Effort
         disk_write=write,
         all_reduce=curves.all_reduce,
         all_gather=curves.all_gather,
-        corrections={},
         notes=(*curves.notes, PAGE_CACHE_NOTE),
     )
 

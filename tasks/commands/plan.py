@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from tasks.contracts import DataManifest, HardwareProfile, ModelSpec, PlanReport
 from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
+from tasks.planner.capabilities import EVERYTHING, TRAINABLE_NOW
 from tasks.planner.explain import report as plan_report
 from tasks.planner.hardware_names import named_hardware
-from tasks.planner.legal import EVERYTHING, TRAINABLE_NOW
 from tasks.planner.model_spec import lora_shapes, model_spec
 from tasks.planner.problem import Pins, Problem
 from tasks.planner.search import search
@@ -43,7 +43,7 @@ class Question:
     lora_rank: int | None = None
     image_size: tuple[int, int] | None = None
     images: int = 1
-    pins: Pins = Pins()
+    pins: Pins = field(default_factory=Pins)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,8 @@ def _check(problem: Problem, notes: list[str]) -> None:
         )
     if spec.position == "learned" and work.sequence > spec.max_positions:
         raise UserError(
-            f"--seq-len={work.sequence} is more than the model's {spec.max_positions} learned positions; use at most so many"
+            f"--seq-len={work.sequence} is more than the model's {spec.max_positions} learned positions; "
+            "use at most so many"
         )
     if spec.max_positions and work.sequence > spec.max_positions:
         notes.append(
@@ -240,7 +241,7 @@ def parse_pins(words: Sequence[str]) -> Pins:
     Raises:
         UserError: an unknown key, or a value that is no number where one is needed.
     """
-    known = {field.name: field for field in fields(Pins)}
+    known = {part.name: part for part in fields(Pins)}
     found: dict[str, Any] = {}
     for word in words:
         key, _, value = word.partition("=")

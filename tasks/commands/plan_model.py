@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from tasks.errors import UserError
 from tasks.planner.known_models import known_config, unknown_model
-from tasks.select_strategy import read_config
+from tasks.select_strategy import parse_config, read_config
 
 
 def model_config(name: str) -> Mapping[str, object]:
@@ -31,22 +33,29 @@ def model_config(name: str) -> Mapping[str, object]:
 
 
 def _fetched(name: str) -> Mapping[str, object]:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    """From the hub at its newest commit, asked once; from the cache where the hub does not answer."""
+    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.utils import build_hf_headers
 
+    url = hf_hub_url(name, "config.json")
     try:
-        return read_config(Path(hf_hub_download(name, "config.json", etag_timeout=10)))
-    except GatedRepoError:
-        reason = "its owner asks for consent; accept on its page and log in with `hf auth login`"
-    except RepositoryNotFoundError:
-        reason = "Hugging Face knows no such model; look at the spelling"
-    except LocalEntryNotFoundError:
-        reason = "Hugging Face is out of reach and it is not in the cache; give a local config.json or a known short name"
-    except (HfHubHTTPError, OSError) as error:
-        reason = f"{str(error).splitlines()[0]}; give a local config.json or a known short name"
-    raise UserError(f"--model {name}: its config.json cannot be had: {reason}") from None
+        with urlopen(Request(url, headers=build_hf_headers()), timeout=10) as answer:
+            return parse_config(answer.read().decode("utf-8"), url)
+    except HTTPError as error:
+        reason = {
+            401: "knows no such model, or wants you to log in (`hf auth login`)",
+            403: "wants its owner's consent: accept on the model's page and log in (`hf auth login`)",
+            404: "has no config.json of that name",
+        }.get(error.code, f"answers with {error.code}")
+        raise UserError(
+            f"--model {name}: Hugging Face {reason}; look at the spelling, or give a local config.json"
+        ) from None
+    except (URLError, TimeoutError) as error:
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return read_config(Path(cached))
+        reason = error.reason if isinstance(error, URLError) else error
+        raise UserError(
+            f"--model {name}: Hugging Face is out of reach ({reason}), nor is the config in the cache; give a local "
+            "config.json or a known short name"
+        ) from None

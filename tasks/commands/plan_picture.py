@@ -54,18 +54,19 @@ def draw(report: PlanReport, title: str = "") -> Figure:
         )
     right.set_xlim(right=1.25 * max(cost_of(c).total_seconds for c in plans))
     left.set_yticks(range(len(plans)), [_label(candidate) for candidate in plans])
+    left.get_yticklabels()[0].set_fontweight("bold")
     left.invert_yaxis()
     for axes in (left, right):
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16 - 0.25 / len(plans)), ncols=4)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{title}  (the first is the choice)".strip())
+    figure.suptitle(f"{title}  (the choice in bold)".strip())
     return figure
 
 
 def _label(candidate: Candidate) -> str:
     plan = candidate.plan
     level = {"none": "", "selective": ", selective", "full": ", recomputing"}[plan.activation_checkpointing]
-    return f"{plan.name}\n{plan.micro_batch} x {plan.accumulation}{level}"
+    return f"{plan.name}\nmicro {plan.micro_batch} x {plan.accumulation}{level}"
 
 
 def _stack(axes: Axes, plans: list[Candidate], terms_of: Callable[[Candidate], dict[str, Any]]) -> None:

@@ -41,11 +41,12 @@ def _choice(answer: Answer) -> list[str]:
     report, problem = answer.report, answer.problem
     plan, cost = report.chosen.plan, cost_of(report.chosen)
     host = sum(cost.host_bytes.values())
+    where = "GPU" if problem.hardware.gpus else "process"
     found = [f"choice    {settings(plan)}" + ("" if trained(problem, plan) else f"  {MARK}")]
     found += [f"          {report.why.split(': ', 1)[1]}"]
     found += [f"today     {answer.today}"] if answer.today else []
     found.append(
-        f"memory    {gib(cost.peak_bytes)} of {gib(cost.memory_limit_bytes)} GiB a {'GPU' if problem.hardware.gpus else 'process'} "
+        f"memory    {gib(cost.peak_bytes)} of {gib(cost.memory_limit_bytes)} GiB a {where} "
         f"({moment(cost)}); at a save {gib(cost.save_bytes)}, in evaluation {gib(cost.evaluation_bytes)}; "
         f"host {gib(host)} of {gib(cost.host_limit_bytes)} GiB a node"
     )

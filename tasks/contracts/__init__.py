@@ -2,7 +2,7 @@
 
 from tasks.contracts.base import Contract, Count, Degree, FinetuningType, Precision, write_text
 from tasks.contracts.data import BaseModelRef, DataManifest, LengthBin, SplitCounts
-from tasks.contracts.hardware import Fabric, Gpu, HardwareProfile, Link, Rates
+from tasks.contracts.hardware import Corrections, Fabric, Gpu, HardwareProfile, Link, Rates
 from tasks.contracts.planning import (
     Candidate,
     CostEstimate,
@@ -27,6 +27,7 @@ __all__ = [
     "Candidate",
     "CheckpointManifest",
     "Contract",
+    "Corrections",
     "CostEstimate",
     "Count",
     "DataManifest",

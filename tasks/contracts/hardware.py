@@ -50,8 +50,14 @@ class Rates(Contract):
     disk_write: float
     all_reduce: dict[int, tuple[tuple[int, float], ...]]
     all_gather: dict[int, tuple[tuple[int, float], ...]]
-    corrections: dict[str, float]
     notes: tuple[str, ...] = ()
+
+
+class Corrections(Contract):
+    """Measured over predicted seconds of a step by method, precision and checkpointing, learnt from trials."""
+
+    identity: str
+    factors: dict[str, float]
 
 
 class HardwareProfile(Contract):

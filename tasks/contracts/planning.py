@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from tasks.contracts.base import Contract, Degree, Precision
 
 
@@ -153,7 +155,7 @@ class CostEstimate(Contract):
     mfu: float = 0.0
     save_bytes: int = 0
     evaluation_bytes: int = 0
-    host_bytes: dict[str, int] = {}
+    host_bytes: dict[str, int] = Field(default_factory=dict)
     host_limit_bytes: int = 0
 
     @property

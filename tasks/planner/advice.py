@@ -40,7 +40,7 @@ def _traffic(plan: Plan, cost: CostEstimate) -> Iterator[str]:
         return
     worst = max(spent, key=lambda name: spent[name])
     way = {
-        "communication": "a larger global batch (more accumulation a step), fewer data-parallel ranks, or a faster network",
+        "communication": "a larger global batch (more accumulation a step), fewer ranks, a faster network",
         "tensor_parallel": "a smaller tp and a larger pp or sharding, since tp sends in every layer",
         "pipeline": "fewer stages, or fewer model chunks a stage",
     }[worst]
@@ -65,7 +65,7 @@ def _loader(
     if measured is not None:
         waits = max((rank.data_wait for rank in measured.ranks), default=0.0)
         if waits > 0.1:
-            yield f"the loader starves the GPU: {waits:.0%} of a step was spent waiting for rows; give it more CPU cores"
+            yield f"the loader starves the GPU: {waits:.0%} of a step went to waiting for rows; give it more CPU cores"
         return
     rows = cost.tokens_per_second / max(1.0, problem.work.mean_row)
     nodes = max(1, -(-plan.world_size // max(1, len(problem.hardware.gpus))))
@@ -108,9 +108,9 @@ def _learning_rate(problem: Problem, plan: Plan) -> Iterator[str]:
         )
     if plan.data_parallel > 1:
         yield (
-            f"learning rate: leave it, since {plan.data_parallel} ranks share the same global batch of {problem.batch}. "
-            "Only if you make the batch k times larger, sqrt(k) times the rate is usual for AdamW, k times for SGD "
-            "(linear), with warm-up lengthened to as many samples as before"
+            f"learning rate: leave it, since {plan.data_parallel} ranks share the same global batch of "
+            f"{problem.batch}. Only if you make the batch k times larger, sqrt(k) times the rate is usual "
+            "for AdamW, k times for SGD (linear), with warm-up lengthened to as many samples as before"
         )
 
 

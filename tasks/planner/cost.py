@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tasks.contracts import CostEstimate, ModelSpec, Plan
 from tasks.planner.compute import model_flops
@@ -18,6 +19,7 @@ class CostModel:
     """One recipe on one machine.
 
     `margin` is the share of GPU memory kept free, `evaluation_rows` the rows scored at once in evaluation.
+    `corrections` are factors on the seconds of "method precision checkpointing", learnt from trials on this machine.
     """
 
     spec: ModelSpec
@@ -26,6 +28,12 @@ class CostModel:
     margin: float = 0.1
     evaluation_rows: int = 8
     software: Software = ELASTANE
+    corrections: Mapping[str, float] = field(default_factory=dict)
+
+    def correction(self, plan: Plan) -> float:
+        return self.corrections.get(
+            f"{self.work.method} {self.work.precision} {plan.activation_checkpointing}", 1.0
+        )
 
     def memory_limit(self, plan: Plan) -> int:
         """Bytes one rank may fill. Ranks on one CPU share its memory."""
@@ -40,6 +48,9 @@ class CostModel:
         """Memory, host memory, time, tokens/s and MFU of a plan, whether it fits or not."""
         terms = memory(self.spec, plan, self.work, self.software)
         spent = seconds(self.spec, plan, self.work, self.machine, self.software)
+        factor = self.correction(plan)
+        if factor != 1.0:
+            spent = {name: taken * factor for name, taken in spent.items()}
         total = sum(spent.values())
         world = plan.world_size
         flops = model_flops(self.spec, self.work) * plan.global_batch

@@ -155,6 +155,6 @@ def unknown_model(name: str) -> UserError:
     near = difflib.get_close_matches(name.lower().split("/")[-1], KNOWN, n=3, cutoff=0.5)
     return UserError(
         f"--model {name} is no folder, no config.json and no name known here"
-        f"{' (near it: ' + ', '.join(near) + ')' if near else ''}; give a path, a Hugging Face id as owner/name, or one "
-        f"of {', '.join(KNOWN)}"
+        f"{' (near it: ' + ', '.join(near) + ')' if near else ''}; give a path, a Hugging Face id as owner/name, or "
+        f"one of {', '.join(KNOWN)}"
     )

@@ -12,56 +12,6 @@ from tasks.planner.workload import Workload
 
 
 @dataclass(frozen=True)
-class Capabilities:
-    """What a trainer can execute."""
-
-    shardings: frozenset[str]
-    levels: tuple[str, ...]
-    methods: tuple[str, ...]
-    tensor: bool
-    pipeline: bool
-    offload: bool
-    nodes: bool
-    images: bool
-
-    def can(self, plan: Plan, work: Workload, gpus_per_node: int) -> bool:
-        """Whether a plan of the planner's space can be trained."""
-        return (
-            plan.sharding in self.shardings
-            and plan.replication == "ddp"
-            and plan.activation_checkpointing in self.levels
-            and work.method in self.methods
-            and (self.tensor or plan.tp == 1)
-            and (self.pipeline or plan.pp == 1)
-            and (self.offload or (plan.offload == "none" and plan.offload_parameters == "none"))
-            and (self.nodes or plan.device == "cpu" or plan.world_size <= gpus_per_node)
-            and (self.images or not work.longest_tiles)
-        )
-
-
-TRAINABLE_NOW = Capabilities(
-    shardings=frozenset({"none"}),
-    levels=("none", "full"),
-    methods=("full", "lora"),
-    tensor=False,
-    pipeline=False,
-    offload=False,
-    nodes=False,
-    images=False,
-)
-EVERYTHING = Capabilities(
-    shardings=frozenset({"none", "fsdp2", "zero1", "zero2", "zero3"}),
-    levels=("none", "selective", "full"),
-    methods=("full", "lora", "qlora"),
-    tensor=True,
-    pipeline=True,
-    offload=True,
-    nodes=True,
-    images=True,
-)
-
-
-@dataclass(frozen=True)
 class Ground:
     """What the rules look at beside the plan. `ranks` processes can be started, `a_node` of them on one node."""
 
@@ -132,7 +82,10 @@ def tp_within_a_node(plan: Plan, ground: Ground) -> str | None:
             f"nodes; use tp={use}, or pin it"
         )
     if plan.world_size > ground.a_node and ground.a_node % plan.tp:
-        return f"tp={plan.tp} does not divide the {ground.a_node} GPUs of a node, so a group would span two; use tp={use}"
+        return (
+            f"tp={plan.tp} does not divide the {ground.a_node} GPUs of a node, so a group would span two; "
+            f"use tp={use}"
+        )
     return None
 
 
@@ -156,9 +109,11 @@ def qlora_is_whole(plan: Plan, ground: Ground) -> str | None:
     if ground.work.method != "qlora":
         return None
     if plan.sharding == "zero3":
-        return "zero3 with qlora would shard packed 4-bit weights, which DeepSpeed cannot gather again; use fsdp2, or lora"
+        return "zero3 with qlora would shard packed 4-bit weights, which DeepSpeed cannot gather; use fsdp2, or lora"
     if plan.tp > 1:
-        return f"tp={plan.tp} with qlora would cut packed 4-bit matrices by rows and columns; use tp=1 with fsdp2, or lora"
+        return (
+            f"tp={plan.tp} with qlora would cut packed 4-bit matrices by rows and columns; use fsdp2, or lora"
+        )
     return None
 
 
@@ -179,7 +134,9 @@ def stages_have_layers(plan: Plan, ground: Ground) -> str | None:
 
 def schedule_fits(plan: Plan, ground: Ground) -> str | None:
     if (plan.schedule == "none") != (plan.pp == 1):
-        return f"schedule={plan.schedule} does not go with pp={plan.pp}; a schedule belongs to pp of 2 and more, none to 1"
+        return (
+            f"schedule={plan.schedule} does not go with pp={plan.pp}; use none for pp=1, a schedule for more"
+        )
     chunked = {"interleaved1f1b": plan.virtual_stages >= 2, "zerobubble": plan.virtual_stages == 2}
     if not chunked.get(plan.schedule, plan.virtual_stages == 1):
         return f"virtual_stages={plan.virtual_stages} does not go with {plan.schedule}; use interleaved1f1b, or 1"
@@ -192,9 +149,12 @@ def stages_stay_busy(plan: Plan, ground: Ground) -> str | None:
     """What torch.distributed.pipelining asks of the number of micro-batches (interleaved: as Megatron does)."""
     m, p = plan.accumulation, plan.pp
     if plan.schedule in ("1f1b", "zerobubble") and m < p:
-        return f"{plan.schedule} with pp={p} needs at least {p} micro-batches and has accumulation={m}; use a smaller micro-batch or gpipe"
+        return (
+            f"{plan.schedule} with pp={p} needs at least {p} micro-batches and has accumulation={m}; use a smaller "
+            "micro-batch, or gpipe"
+        )
     if plan.schedule == "interleaved1f1b" and m % p:
-        return f"interleaved1f1b needs an accumulation that pp={p} divides and has {m}; use 1f1b, or another micro-batch"
+        return f"interleaved1f1b needs an accumulation that pp={p} divides and has {m}; use 1f1b or another micro-batch"
     return None
 
 
@@ -207,17 +167,26 @@ def world_is_there(plan: Plan, ground: Ground) -> str | None:
     if world > ground.ranks:
         return f"{said} needs a GPU a process, and {ground.ranks} can be used here; use smaller degrees"
     if plan.device == "cuda" and world > ground.a_node and world % ground.a_node:
-        return f"{said} leaves GPUs of a node over, and over several nodes each is used whole; make it a multiple of {ground.a_node}"
+        return (
+            f"{said} leaves GPUs of a node over, and over several nodes each is used whole; make it a multiple of "
+            f"{ground.a_node}"
+        )
     return None
 
 
 def batch_is_kept(plan: Plan, ground: Ground) -> str | None:
     if ground.batch % plan.data_parallel:
         use = either(d for d in divisors(ground.batch) if d <= ground.ranks)
-        return f"a data-parallel degree of {plan.data_parallel} does not divide the global batch {ground.batch}; use {use}"
+        return (
+            f"a data-parallel degree of {plan.data_parallel} does not divide the global batch {ground.batch}; "
+            f"use {use}"
+        )
     if plan.global_batch != ground.batch:
         made = f"{plan.micro_batch} x {plan.accumulation} x {plan.data_parallel} = {plan.global_batch}"
-        return f"micro-batch x accumulation x data-parallel degree is {made} and the global batch {ground.batch}; keep it"
+        return (
+            f"micro-batch x accumulation x data-parallel degree is {made} and the global batch {ground.batch}; use "
+            "degrees that make it"
+        )
     return None
 
 
@@ -227,15 +196,15 @@ def engine_fits(plan: Plan, ground: Ground) -> str | None:
         return f"{plan.sharding} is not of the engine {plan.engine}; use deepspeed for ZeRO and torch for all else"
     if zero and plan.pp > 1:
         return (
-            f"{plan.sharding} does not go with pp={plan.pp}: DeepSpeed's pipeline refuses ZeRO-2 and 3, and its ZeRO-1 is "
-            "not used here; use fsdp2 beside a pipeline, or pp=1"
+            f"{plan.sharding} does not go with pp={plan.pp}: DeepSpeed's pipeline refuses ZeRO-2 and 3, and its ZeRO-1 "
+            "is not used here; use fsdp2 beside a pipeline, or pp=1"
         )
     if plan.sharding == "zero3" and plan.tp > 1:
         return (
             f"zero3 with tp={plan.tp} is not supported by DeepSpeed's tensor parallelism; use zero2, or fsdp2"
         )
     if zero and plan.dp_replicate > 1:
-        return f"{plan.sharding} shards over all data-parallel ranks here; use dp_replicate=1, or fsdp2 to keep replicas"
+        return f"{plan.sharding} shards over all data-parallel ranks; use dp_replicate=1, or fsdp2 to keep replicas"
     if plan.sharding == "none" and plan.dp_shard > 1:
         return f"dp_shard={plan.dp_shard} with sharding=none shares nothing out; use fsdp2 or dp_shard=1"
     if plan.sharding == "fsdp2" and plan.dp_shard == 1:
@@ -245,7 +214,7 @@ def engine_fits(plan: Plan, ground: Ground) -> str | None:
 
 def offload_fits(plan: Plan, ground: Ground) -> str | None:
     if plan.offload != "none" and plan.sharding not in ("zero2", "zero3"):
-        return f"offload={plan.offload} needs DeepSpeed's zero2 or zero3 and sharding is {plan.sharding}; use one of them"
+        return f"offload={plan.offload} needs DeepSpeed's zero2 or zero3 and sharding is {plan.sharding}; use these"
     if plan.offload_parameters != "none" and plan.sharding != "zero3":
         return f"offload_parameters={plan.offload_parameters} needs zero3 and sharding is {plan.sharding}; use zero3"
     if plan.offload_parameters != "none" and plan.offload == "none":

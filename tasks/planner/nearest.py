@@ -10,12 +10,13 @@ from tasks.planner.legal import RULES, broken
 from tasks.planner.problem import Pins, Problem
 from tasks.planner.space import RuledOut, complexity, layouts, levels, micro_batches
 from tasks.planner.words import excess, gib, largest_terms, moment, settings, shortage, terms
+from tasks.planner.workload import Method
 
 SHORTEST = 128  # tokens; halving rows stops here
 MOST_NODES = 8
 A_NODE = 8
 WAYS = 3
-METHODS = ("lora", "qlora")
+LIGHTER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
 
 
 def too_large(problem: Problem, plan: Plan, cost: CostEstimate, fitting: Sequence[Plan]) -> str:
@@ -147,9 +148,9 @@ def first_fit(problem: Problem) -> tuple[Plan, CostEstimate] | None:
     return None
 
 
-def _methods(problem: Problem) -> tuple[str, ...]:
+def _methods(problem: Problem) -> tuple[Method, ...]:
     """Methods that need less than this one, and that can be had."""
-    lighter = {"full": METHODS, "lora": METHODS[1:], "qlora": ()}[problem.work.method]
+    lighter = LIGHTER[problem.work.method]
     if problem.hardware.device == "cpu":
         lighter = tuple(method for method in lighter if method != "qlora")
     return tuple(method for method in lighter if method in problem.capabilities.methods)

@@ -9,13 +9,15 @@ from typing import Literal
 from tasks.contracts import HardwareProfile, ModelSpec, Plan, Rates
 from tasks.errors import UserError
 from tasks.params import SelectStrategyParams
+from tasks.planner.capabilities import Capabilities
 from tasks.planner.cost import CostModel
 from tasks.planner.gpus import MIG
-from tasks.planner.legal import Capabilities, Ground
+from tasks.planner.legal import Ground
 from tasks.planner.machine import Machine, machine
 from tasks.planner.workload import Workload
 
 Backend = Literal["nccl", "gloo"]
+Schedule = Literal["none", "gpipe", "1f1b", "interleaved1f1b", "zerobubble"]
 DEGREES = {
     "data_parallel": "data_parallel_degree",
     "tp": "tensor_parallel_degree",
@@ -23,8 +25,16 @@ DEGREES = {
     "micro_batch": "per_device_train_batch_size",
     "accumulation": "gradient_accumulation_steps",
 }
-WORDS = ("activation_checkpointing", "engine", "backend", "sharding", "offload", "offload_parameters")
-WORDS += ("schedule", "replication")
+WORDS = (
+    "activation_checkpointing",
+    "engine",
+    "backend",
+    "sharding",
+    "offload",
+    "offload_parameters",
+    "schedule",
+    "replication",
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Pins:
     sharding: str | None = None
     offload: str | None = None
     offload_parameters: str | None = None
-    schedule: str | None = None
+    schedule: Schedule | None = None
     replication: str | None = None
     gpus: int | None = None
 

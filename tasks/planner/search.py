@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from tasks.contracts import Candidate, CostEstimate, Plan
 from tasks.errors import UserError
+from tasks.planner.compute import model_flops
 from tasks.planner.nearest import nothing_fits, too_large, with_neighbours
 from tasks.planner.problem import Problem
 from tasks.planner.space import RuledOut, complexity, layouts, levels, micro_batches
-from tasks.planner.compute import model_flops
 from tasks.planner.words import excess
 
 NEAR_TIE = 1.02
 FEW = 64  # layouts up to which every micro-batch and level is costed
 KEPT = 60  # plans that fit, and rejections, that are told one by one
-NEIGHBOURS = 3  # rejections for which other methods, GPUs and lengths are tried
+NEIGHBOURS = 6  # rejections for which other methods, GPUs and lengths are tried
 HOPELESS = 1.3  # layouts slower than so many times the best even at the data sheet's peak are not costed
 
 Costed = tuple[Plan, CostEstimate]
@@ -24,7 +24,7 @@ Costed = tuple[Plan, CostEstimate]
 
 @dataclass
 class Found:
-    """What a search saw. `fitting` best first, `rejected` nearest to fitting first, at most KEPT of each.
+    """What a search saw. `fitting` best first, at most KEPT of them; of `rejected` first the nearest of each kind.
 
     `fit` and `unfit` count plans (of unfit ones the smallest micro-batch of a layout and level counts for all larger);
     `hopeless` layouts would be far slower even at the peak rate and were not costed; `ruled_out` broke a rule, one
@@ -58,11 +58,10 @@ def search(problem: Problem) -> Found:
     if not fitting:
         raise UserError(nothing_fits(problem, unfit))
     ranked = _ranked(problem, fitting)
-    unfit.sort(key=lambda pair: excess(pair[1], pair[0].device))
     kept = [plan for plan, _ in ranked]
     rejected = [
         Candidate(plan=plan, estimate=cost, rejected=too_large(problem, plan, cost, kept))
-        for plan, cost in unfit[:KEPT]
+        for plan, cost in _told(unfit)[:KEPT]
     ]
     return Found(
         fitting=[Candidate(plan=plan, estimate=cost, rejected=None) for plan, cost in ranked],
@@ -126,6 +125,18 @@ def _cost_layout(problem: Problem, layout: Plan, thorough: bool) -> Iterable[tup
             done = max(done, plan.micro_batch)
 
 
+def _told(unfit: list[Costed]) -> list[Costed]:
+    """The nearest to fitting of each kind of plan, the plain kinds first, and then the other near ones."""
+    near = sorted(unfit, key=lambda pair: excess(pair[1], pair[0].device))
+    kinds: dict[tuple[object, ...], Costed] = {}
+    for pair in near:
+        plan = pair[0]
+        kinds.setdefault((plan.sharding, plan.offload, plan.tp > 1, plan.pp > 1), pair)
+    heads = sorted(kinds.values(), key=lambda pair: complexity(pair[0]))
+    shown = {id(pair) for pair in heads}
+    return heads + [pair for pair in near if id(pair) not in shown]
+
+
 # --- rank ---------------------------------------------------------------------------------------
 
 
@@ -136,7 +147,7 @@ def _simpler(problem: Problem, pair: Costed) -> tuple[int, int, int, int]:
 
 
 def _ranked(problem: Problem, costed: list[Costed]) -> list[Costed]:
-    """Fastest first; within 2 % of the fastest left the simplest, then least recomputing, then fewer bytes and ranks."""
+    """Fastest first; within 2 % of the fastest left the simplest, least recomputing, fewest bytes, fewest ranks."""
     left = sorted(costed, key=lambda pair: pair[1].total_seconds)
     ranked: list[Costed] = []
     while left and len(ranked) < (KEPT if len(costed) > 4 * KEPT else len(costed)):

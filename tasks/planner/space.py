@@ -25,7 +25,7 @@ from tasks.planner.legal import (
     stages_have_layers,
     tp_divides,
 )
-from tasks.planner.problem import Problem
+from tasks.planner.problem import Problem, Schedule
 
 MANY_RANKS = 16
 CHUNKS = (2, 4)
@@ -172,12 +172,12 @@ def _sharings(problem: Problem, dp: int, tp: int, nvme: bool) -> list[Sharing]:
     return found
 
 
-def _schedules(problem: Problem, pp: int, share: int) -> list[tuple[str, int]]:
+def _schedules(problem: Problem, pp: int, share: int) -> list[tuple[Schedule, int]]:
     """Schedules and model chunks a rank; `share` samples a rank is the most micro-batches there can be."""
     if pp == 1:
         return [("none", 1)]
     layers, pinned = problem.spec.layers, problem.pins.schedule
-    found = [("1f1b", 1)] if share >= pp else [("gpipe", 1)]
+    found: list[tuple[Schedule, int]] = [("1f1b", 1)] if share >= pp else [("gpipe", 1)]
     found += [("interleaved1f1b", chunks) for chunks in CHUNKS if share >= pp and chunks * pp <= layers]
     if problem.work.method == "full" and share >= pp and 2 * pp <= layers:
         found.append(("zerobubble", 2))
@@ -192,7 +192,7 @@ def _plan(
     tp: int,
     pp: int,
     sharing: Sharing | None = None,
-    schedule: str = "",
+    schedule: Schedule = "none",
     chunks: int = 1,
 ) -> Plan:
     part = sharing or Sharing("torch", "none", dp, 1)
@@ -201,7 +201,7 @@ def _plan(
         backend=problem.backend,
         tp=tp,
         pp=pp,
-        schedule=schedule or ("none" if pp == 1 else "1f1b"),
+        schedule=schedule,
         virtual_stages=chunks,
         micro_batch=1,
         accumulation=max(1, problem.batch // dp),
@@ -234,7 +234,8 @@ def check_pins(problem: Problem) -> None:
         if degree * others > problem.most_ranks:
             beside = f" (beside tp={pins.tp or 1} x pp={pins.pp or 1})" if others > 1 else ""
             raise UserError(
-                f"data_parallel_degree={degree} needs a GPU a process, and {largest} can be used here{beside}; use {said}"
+                f"data_parallel_degree={degree} needs a GPU a process, and {largest} can be used here{beside}; "
+                f"use {said}"
             )
     factor = (pins.micro_batch or 1) * (pins.accumulation or 1) * (degree or 1)
     if batch % factor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tasks.contracts import Candidate, DataManifest, Gpu, HardwareProfile, Link, ModelSpec, SplitCounts
 from tasks.params import Params, SelectStrategyParams, TrainParams, read_params
-from tasks.planner.legal import TRAINABLE_NOW, Capabilities
+from tasks.planner.capabilities import TRAINABLE_NOW, Capabilities
 from tasks.planner.model_spec import model_spec
 from tasks.planner.problem import Problem
 from tasks.planner.search import search
@@ -113,3 +114,15 @@ def problem(
 def plans(hardware: HardwareProfile, *args, **kwargs) -> tuple[Candidate, ...]:
     """Candidates of a search, the chosen first."""
     return search(problem(hardware, *args, **kwargs)).candidates
+
+
+def check_fit(candidate: Candidate, room: float, machine: HardwareProfile) -> None:
+    """A plan is rejected exactly if it does not fit, in words with numbers."""
+    cost = candidate.estimate
+    assert min(cost.memory_bytes.values()) >= 0 and min(cost.seconds.values()) >= 0
+    peak = max(sum(cost.memory_bytes.values()), cost.save_bytes, cost.evaluation_bytes)
+    host = sum(cost.host_bytes.values()) <= 0.9 * machine.host_memory_bytes + 1
+    fits = peak <= 0.9 * room and (host or machine.device == "cpu")
+    assert fits == (candidate.rejected is None)
+    if candidate.rejected:
+        assert re.search(r"needs [\d.]+ GiB of [\d.]+ GiB .*, \d+\S* [GM]iB too much", candidate.rejected)

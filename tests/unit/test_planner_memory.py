@@ -69,12 +69,15 @@ def work(method: str = "lora", precision: str = "bfloat16", longest: int = 512, 
 
 def plan_of(**changes):
     chosen = plans(gpus(8), strategy=strategy_params(data_parallel_degree=1))[0].plan
-    return chosen.model_copy(update=changes)
+    # With accumulation the gradients of earlier micro-batches are there at the peak.
+    return chosen.model_copy(update={"micro_batch": 1, "accumulation": 16, **changes})
 
 
 def test_state_bytes_of_full_tuning_are_16_a_parameter():
     terms = memory(SMOL, plan_of(), work("full", "float32"))
-    assert terms["weights"] + terms["gradients"] + terms["optimizer"] == pytest.approx(16 * SMOL.parameters, rel=1e-3)
+    assert terms["weights"] + terms["gradients"] + terms["optimizer"] == pytest.approx(
+        16 * SMOL.parameters, rel=1e-3
+    )
     assert terms["casts"] == terms.get("buckets", 0) == 0
 
 

@@ -115,7 +115,9 @@ def test_what_is_planned_but_not_trained_is_refused_in_a_run(paths, pin, sentenc
 def test_an_evaluation_that_does_not_fit_names_its_batch(paths):
     gpus(1, gib=4).write(paths.hardware)
     manifest(longest=2048).write(paths.manifest)
-    with pytest.raises(UserError, match=r"GPU in evaluation .*; set evaluate\.batch_size=1, which fits as single"):
+    with pytest.raises(
+        UserError, match=r"GPU in evaluation .*; set evaluate\.batch_size=1, which fits as single"
+    ):
         select_strategy(params(), paths)
 
 
