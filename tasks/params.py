@@ -91,6 +91,7 @@ class SelectStrategyParams(Section):
     activation_checkpointing: Literal["auto", "none", "selective", "full"]
     ddp_backend: Literal["auto", "nccl", "gloo"]
     memory_margin: Share
+    trials: Annotated[int, Field(ge=0, le=16)]
 
 
 class LoraParams(Section):

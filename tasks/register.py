@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tasks.commands.plan_picture import draw
 from tasks.contracts import (
     DataManifest,
     EvalReport,
@@ -21,6 +22,7 @@ from tasks.contracts import (
 from tasks.git_state import GitState, git_state
 from tasks.params import Params
 from tasks.paths import Paths
+from tasks.planner.explain import table
 from tasks.registry import (
     COMMIT,
     CONTENT,
@@ -169,6 +171,8 @@ def _log_reports(params: Params, paths: Paths, report: EvalReport, state: GitSta
     if paths.plan.is_file():
         plan = PlanReport.read(paths.plan)
         mlflow.set_tags({"elastane.plan": plan.chosen.plan.name, "elastane.plan_why": plan.why})
+        mlflow.log_text(table(plan), "plan.txt")
+        mlflow.log_figure(draw(plan, params.model.name_or_path), "plan.png")
     _log_samples(Samples.read(paths.samples))
 
 

@@ -14,12 +14,14 @@ from tasks.planner.explain import report as plan_report
 from tasks.planner.explain import table
 from tasks.planner.model_spec import model_spec
 from tasks.planner.problem import Pins, Problem
-from tasks.planner.search import search
+from tasks.planner.search import Found, search
 from tasks.planner.workload import workload
 from tasks.probe.rates import cached_rates
 from tasks.stage import say, stage_main
+from tasks.trials import by_measurement, learn, read_corrections, try_plans
 
 BFLOAT16_CAPABILITY = (8, 0)
+TRIAL_STEPS = 5
 
 
 def select_strategy(params: Params, paths: Paths) -> PlanReport:
@@ -36,7 +38,10 @@ def select_strategy(params: Params, paths: Paths) -> PlanReport:
     if note:
         say(note)
     problem = as_problem(params, manifest, hardware, spec, resolved.precision, TRAINABLE_NOW)
-    report = plan_report(problem, search(problem), resolved)
+    found = search(problem)
+    if params.select_strategy.trials:
+        problem, found = with_trials(params, paths.base / "config.json", problem, found)
+    report = plan_report(problem, found, resolved)
     report.write(paths.plan)
     say(table(report))
     return report
@@ -67,7 +72,32 @@ def as_problem(
         margin=params.select_strategy.memory_margin,
         evaluation_rows=params.evaluate.batch_size,
         rates=cached_rates(hardware),
+        corrections=read_corrections(hardware),
     )
+
+
+def with_trials(params: Params, config: Path, problem: Problem, found: Found) -> tuple[Problem, Found]:
+    """Tries the best plans on this machine, corrects the estimates, and puts what was measured fastest first.
+
+    Raises:
+        UserError: all tried plans failed, or nothing fits any more.
+    """
+    tried = found.fitting[: params.select_strategy.trials]
+    results = try_plans(config, tried, params.train, problem.work, problem.hardware, TRIAL_STEPS)
+    ran, failed = by_measurement(tried, results)
+    if not ran:
+        raise UserError(
+            f"all {len(tried)} tried plans failed ({results[0].failed}); set select_strategy.trials=0 to go on "
+            "without trials, or mend what they say"
+        )
+    problem = problem.changed(corrections=learn(problem.hardware, problem.work, tried, results))
+    again = search(problem)
+    estimates = {candidate.plan: candidate for candidate in again.fitting}
+    measured = [estimates.get(candidate.plan, candidate) for candidate in ran]
+    done = {candidate.plan for candidate in tried}
+    again.fitting = measured + [candidate for candidate in again.fitting if candidate.plan not in done]
+    again.rejected = failed + again.rejected
+    return problem, again
 
 
 def resolve(train: TrainParams, hardware: HardwareProfile) -> Resolved:

@@ -171,6 +171,13 @@ INFERRED: dict[str, dict[str, str]] = {
 }
 
 
+def stored_scores(without: str = "") -> float:
+    """Bytes a head and pair of positions where attention keeps its scores: 5 as published (arXiv:2205.05198,
+    equation 1: softmax output, dropout mask and output), 2.8 read off vTrain's rows with a fused softmax.
+    """
+    return 5.0 if without.startswith("i2_") else 2.8
+
+
 def framework_of(name: str, without: str = "") -> Software:
     """The Software whose habits the row's framework follows; this project's own where it is not known.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from scipy.special import gammainc
 
-from benchmarks.planner_accuracy.frameworks import deepspeed, framework_of
+from benchmarks.planner_accuracy.frameworks import deepspeed, framework_of, stored_scores
 from benchmarks.planner_accuracy.measured import GIB, Row, memory_of, number, seconds_of
 from benchmarks.planner_accuracy.shapes import spec_of
 from tasks.contracts import ModelSpec, Plan
@@ -225,7 +225,7 @@ def _mean_row(row: Row, sequence: int) -> float:
 def _software(row: Row, without: str) -> Software:
     software = framework_of(row["framework"], without)
     if row["attn_impl"].startswith(("fused-softmax", "unfused", "eager")):
-        software = replace(software, scores=2.8)
+        software = replace(software, scores=stored_scores(without))
     if software.name == "hf-trainer" and "lora" not in row["method"]:
         software = deepspeed(software, summed=row["sharding"] == "none")
     if "fp32-accum" in row["grad_dtype"] and software.accumulated == 0:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.planner_accuracy.rows import Case
 from tasks.planner.memory import GIB
+
+# Goals in percent: (limit, True for at most and False for at least).
+GOALS = {
+    "memory_median": (5.0, True),
+    "memory_p90": (12.0, True),
+    "memory_source_mean": (8.0, True),
+    "time_median": (10.0, True),
+    "time_source_mean": (12.0, True),
+    "oom_recall": (95.0, False),
+    "fit_rate_of_ok": (90.0, False),
+    "skipped_share": (10.0, True),
+}
 
 
 @dataclass(frozen=True)
@@ -80,27 +92,50 @@ def _source_mean(answers: Sequence[Answer], name: str) -> float | None:
 
 
 def regimes(answers: Sequence[Answer]) -> list[dict[str, object]]:
+    """Errors of every (source, method, parallelism)."""
     groups: dict[tuple[str, str, str], list[Answer]] = defaultdict(list)
     for each in answers:
         groups[each.case.regime].append(each)
-    rows = []
-    for (source, method, parallel), group in sorted(groups.items()):
-        memory = [each.memory_error for each in group if each.memory_error is not None]
-        time = [each.time_error for each in group if each.time_error is not None]
-        rows.append(
-            {
-                "source": source,
-                "method": method,
-                "parallel": parallel,
-                "rows": len(group),
-                "memory_median": percent(memory),
-                "memory_bias": _bias(memory),
-                "time_median": percent(time),
-                "time_bias": _bias(time),
-            }
-        )
-    return rows
+    return [
+        {"source": source, "method": method, "parallel": parallel, **_errors(group)}
+        for (source, method, parallel), group in sorted(groups.items())
+    ]
+
+
+def by_source(answers: Sequence[Answer]) -> list[dict[str, object]]:
+    """Errors of every source."""
+    groups: dict[str, list[Answer]] = defaultdict(list)
+    for each in answers:
+        groups[each.case.source].append(each)
+    return [{"source": source, **_errors(group)} for source, group in sorted(groups.items())]
+
+
+def _errors(group: Sequence[Answer]) -> dict[str, object]:
+    memory = [each.memory_error for each in group if each.memory_error is not None]
+    time = [each.time_error for each in group if each.time_error is not None]
+    return {
+        "rows": len(group),
+        "memory_median": percent(memory),
+        "memory_bias": _bias(memory),
+        "time_median": percent(time),
+        "time_bias": _bias(time),
+    }
 
 
 def _bias(values: Sequence[float]) -> float | None:
     return round(100 * statistics.median(values), 2) if values else None
+
+
+def skipped_share(scores: Mapping[str, float | int | None]) -> float:
+    """Rows that could not be asked, in percent of all."""
+    skipped, scored = scores["rows_skipped"] or 0, scores["rows_scored"] or 0
+    return round(100 * skipped / max(1, skipped + scored), 2)
+
+
+def met(scores: Mapping[str, float | int | None]) -> dict[str, bool | None]:
+    """Which goals are reached; None where nothing was measured."""
+    values = {**scores, "skipped_share": skipped_share(scores)}
+    return {
+        name: None if values[name] is None else values[name] <= limit if most else values[name] >= limit
+        for name, (limit, most) in GOALS.items()
+    }

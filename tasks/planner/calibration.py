@@ -30,7 +30,7 @@ class Calibration:
     half_size: float
 
 
-# Fitted by benchmarks/planner_fit.py on published runs; A100 and H100 have hundreds of rows each, other types take
+# Fitted by benchmarks/planner_accuracy/fit.py on published runs; A100 and H100 have hundreds of rows each, other types take
 # those of the nearest generation.
 A100 = Calibration(
     matmul=0.89,

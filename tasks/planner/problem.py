@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -96,6 +97,7 @@ class Problem:
     margin: float = 0.1
     evaluation_rows: int = 8
     rates: Rates | None = None
+    corrections: Mapping[str, float] = field(default_factory=dict)
 
     def changed(self, **values: object) -> Problem:
         return replace(self, **values)  # type: ignore[arg-type]
@@ -106,7 +108,14 @@ class Problem:
 
     @cached_property
     def cost(self) -> CostModel:
-        return CostModel(self.spec, self.work, self.machine, self.margin, self.evaluation_rows)
+        return CostModel(
+            self.spec,
+            self.work,
+            self.machine,
+            self.margin,
+            self.evaluation_rows,
+            corrections=self.corrections,
+        )
 
     @cached_property
     def most_ranks(self) -> int:

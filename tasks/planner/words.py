@@ -35,7 +35,9 @@ def terms(cost: CostEstimate) -> str:
     if moment(cost) == "in training":
         return largest_terms(cost.memory_bytes)
     return (
-        "longest rows side by side, evaluate.batch_size of them" if "eval" in moment(cost) else "all states"
+        "longest rows side by side, evaluate.batch_size of them"
+        if "eval" in moment(cost)
+        else "weights, optimizer state and a layer gathered"
     )
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tasks.contracts import Candidate, CostEstimate, Plan
+from tasks.paths import Paths
 from tasks.planner.cost import CostModel
 from tasks.planner.machine import machine
 from tasks.planner.model_spec import model_spec
 from tasks.planner.workload import Workload
+from tasks.select_strategy import select_strategy
 from tasks.trainer.trial import TrialResult
 from tasks.trials import by_measurement, learn, read_corrections, regime, try_plans
-from tests.unit.planner_cases import cpu, train_params
+from tests.unit.planner_cases import cpu, manifest, params, train_params
 
 pytestmark = pytest.mark.distributed
 
@@ -96,3 +99,24 @@ def test_what_a_trial_taught_corrects_the_next_estimate_and_is_remembered(
         model_spec(CONFIG), WORK, machine(hardware, "float32"), corrections=factors
     ).estimate(tried[0].plan)
     assert corrected.total_seconds == pytest.approx(3 * predicted(tried[0]))
+
+
+def test_the_stage_tries_its_best_plans_and_chooses_by_measurement(
+    monkeypatch, tmp_path: Path, capsys
+) -> None:
+    monkeypatch.setenv("ELASTANE_CACHE", str(tmp_path / "cache"))
+    paths = Paths(tmp_path)
+    cpu(2).write(paths.hardware)
+    manifest(mean=24, longest=48).write(paths.manifest)
+    paths.base.mkdir(parents=True)
+    (paths.base / "config.json").write_text(json.dumps(CONFIG))
+    report = select_strategy(params(select_strategy={"trials": 2}), paths)
+    said = capsys.readouterr().err
+    assert "trial 1: single" in said and "trial 2: single" in said
+    first, second = report.chosen, report.runners_up[0]
+    assert first.plan != second.plan
+    seconds = [float(text) for text in re.findall(r"trial \d: .*: ([\d.e+-]+) s a step", said)]
+    assert len(seconds) == 2
+    tried = [int(text) for text in re.findall(r"trial \d: single, micro-batch (\d+): [\d.]+", said)]
+    assert first.plan.micro_batch == tried[seconds.index(min(seconds))]
+    assert read_corrections(cpu(2)).keys() == {"lora float32 none"}

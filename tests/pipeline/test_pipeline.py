@@ -155,6 +155,7 @@ def test_everything_is_in_mlflow(finished: Workspace) -> None:
         assert words in text, words
     files = {path.name for path in (finished.root / "mlartifacts").rglob("*") if path.is_file()}
     assert {"params.yaml", "dvc.lock", "git.diff", "plan.json", "samples_table.json", "MLmodel"} <= files
+    assert {"plan.txt", "plan.png"} <= files
 
 
 def test_a_registered_model_answers(finished: Workspace) -> None:
