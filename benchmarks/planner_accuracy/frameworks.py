@@ -17,8 +17,7 @@ from tasks.planner.workload import ELASTANE, SavedBytes, Software
 # GPT layer, or about 20h + 8f of a gated one (arXiv:2205.05198 equation 1).
 FUSED = {("full", 2): SavedBytes(18, 8, 4, 4, 4), ("lora", 2): SavedBytes(14, 8, 4, 4, 4)}
 
-# bf16 weights and gradients, float32 gradient sum, float32 master and moments; stages are filled by FLOPs; inputs of
-# column-parallel layers are kept gathered (its tp_recompute_allgather off).
+# bf16 weights and gradients, float32 gradient sum, float32 master and moments; stages are filled by FLOPs.
 NANOTRON = Software(
     name="nanotron",
     gradients_stay=True,
@@ -32,8 +31,7 @@ NANOTRON = Software(
     zero_bucket=0,
     saved=FUSED,
     logits=12,
-    gathered_inputs=2.5,
-    gathered_most=4,
+    gathered_inputs=3,
     host_wait=(0.5e-3, 3.2e-3),
     launch=1.12e-3,
     context=0.0,
@@ -71,7 +69,6 @@ TORCHTITAN = Software(
     gradient=4,
     moments=8,
     saved=FUSED,
-    logits=12,
     context=1.0 * GIB,
     launch=1.0e-3,
     selective=0.5,
@@ -151,7 +148,7 @@ TORCHTUNE = replace(
 INFERRED: dict[str, dict[str, str]] = {
     "nanotron": dict.fromkeys(
         (
-            *("logits", "gathered_inputs", "gathered_most", "host_wait", "launch"),
+            *("logits", "gathered_inputs", "host_wait", "launch"),
             *("context", "elementwise", "overlap"),
         ),
         "i1",
@@ -161,7 +158,7 @@ INFERRED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("context", "reserved"), "i3"),
         "adapter_launch": "j1",
     },
-    "torchtitan": dict.fromkeys(("logits", "context", "launch", "selective", "elementwise", "overlap"), "c"),
+    "torchtitan": dict.fromkeys(("context", "launch", "selective", "elementwise", "overlap"), "c"),
     "llm-foundry": dict.fromkeys(("launch", "elementwise", "overlap"), "f"),
     "hf-trainer": dict.fromkeys(("logits", "launch", "adapter_launch", "context", "reserved"), "j1"),
     "ms-swift": dict.fromkeys(("logits", "launch", "context"), "j3"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from scipy.special import gammainc
 
-from benchmarks.planner_accuracy.frameworks import deepspeed, framework_of, stored_scores
+from benchmarks.planner_accuracy.frameworks import FUSED, deepspeed, framework_of, stored_scores
 from benchmarks.planner_accuracy.measured import GIB, Row, memory_of, number, seconds_of
 from benchmarks.planner_accuracy.shapes import spec_of
 from tasks.contracts import ModelSpec, Plan
@@ -32,6 +32,8 @@ GPUS = (  # part of gpu_type -> name in the planner's table; the first that is f
 )
 # What joins the nodes where a report says it; all others are taken for one 200 Gbit/s port a GPU.
 FABRIC = {"i2": "IB100", "i1": "EFA3200", "i3": "4xIB100"}
+# Figures of torch's allocator (nanotron logs it), which sees neither the CUDA context nor NCCL's buffers.
+ALLOCATOR = ("log peak", "max_memory_allocated", "torch max_reserved", "peak reserved", "peak allocated", "peak active")
 ALPACA_MEAN = 120.0  # tokens of an average Alpaca row with its prompt
 ALPACA_LONGEST = 1050  # and of the longest (LitGPT's resource tables state 1,034 to 1,304 by tokenizer)
 
@@ -50,6 +52,7 @@ class Case:
     memory: float | None
     status: str
     context_counts: bool
+    allocator_only: bool
     row: Row
 
 
@@ -89,7 +92,8 @@ def case_of(row: Row, without: str = "") -> Case:
         seconds=seconds_of(row, plan, work),
         memory=memory_of(row),
         status=row["status"],
-        context_counts="nvidia-smi" in row.get("mem_kind", ""),
+        context_counts="nvidia-smi" in row["mem_kind"],
+        allocator_only=any(word in row["mem_kind"] for word in ALLOCATOR),
         row=row,
     )
 
@@ -102,6 +106,7 @@ def _refuse(row: Row) -> None:
         ("adapter" in row["method"], "LLaMA-Adapter methods are not planned"),
         (number(row, "cp", 1) > 1, "context parallelism is not planned"),
         ("naive" in row["sharding"], "naive layer placement (device_map) is not planned"),
+        ("INCONSISTENT" in row["notes"], "its batch sizes contradict each other"),
         (row["status"] == "unsupported", "the framework does not support it, so nothing was measured"),
         (number(row, "ep", 1) > 1, "expert parallelism is not planned"),
         *(
@@ -236,7 +241,10 @@ def _software(row: Row, without: str) -> Software:
         software = replace(software, gradient=0.0)
     if row["compile"] == "yes":
         near, far = software.elementwise
-        software = replace(software, elementwise=(near * 0.6, far * 0.6), logits=software.logits - 2)
+        # Fused pointwise operations move less, and keep no float32 copies.
+        software = replace(
+            software, elementwise=(near * 0.6, far * 0.6), logits=software.logits - 2, saved=FUSED
+        )
     if "loss=full-logit CE" in row["notes"]:
         software = replace(software, chunked_loss=False)
     if "DEFAULT" not in row["notes"] and "PURE" in row["notes"]:

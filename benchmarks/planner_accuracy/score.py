@@ -39,7 +39,8 @@ def answer(case: Case) -> Answer:
     # A card keeps some memory from the allocator, and the estimate's context is part of what is needed.
     outside = 0.0 if case.context_counts else max(0.0, 1.0 * GIB - case.cost.software.context)
     needed = cost.total_bytes + outside
-    memory = None if case.memory is None else cost.total_bytes / case.memory - 1
+    seen = cost.total_bytes - (cost.memory_bytes["fixed"] if case.allocator_only else 0)
+    memory = None if case.memory is None else seen / case.memory - 1
     time = None if case.seconds is None else cost.total_seconds / case.seconds - 1
     return Answer(case, memory, time, needed <= case.cost.machine.gpu_memory)
 

@@ -10,6 +10,7 @@ from tasks.contracts import Candidate
 from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
+from tasks.planner.capabilities import EVERYTHING
 from tasks.planner.hardware_names import named_hardware
 from tasks.planner.known_models import KNOWN
 from tasks.planner.model_spec import model_spec
@@ -23,6 +24,7 @@ KINDS = ("RTX4090", "L40S", "A100-40G", "A100-80G", "H100", "H200", "B200")
 COUNTS = ("1x{}", "2x{}", "4x{}", "8x{}", "8x{} x 2 nodes", "8x{} x 4 nodes", "8x{} x 8 nodes")
 METHODS = ("qlora", "lora", "full")
 LONGEST = 2**20
+WITHOUT_DISK = replace(EVERYTHING, disk=False)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def what_hardware(question: Question, workspace: tuple[Params, Paths] | None) ->
             text = words.format(kind)
             hardware = named_hardware(text)
             work = replace(problem.work, precision=question.precision or natural_precision(hardware))
-            line = _line(problem.changed(hardware=hardware, work=work), text)
+            # One card and a disk can train anything, at a few tokens a second: no answer to this question.
+            line = _line(problem.changed(hardware=hardware, work=work, capabilities=WITHOUT_DISK), text)
             if line.best is not None:
                 break
         else:
@@ -77,7 +80,7 @@ def largest(question: Question, workspace: tuple[Params, Paths] | None) -> list[
         UserError: see plan.
     """
     lines = []
-    if question.model is not None or workspace is not None:
+    if question.model is not None or (workspace is not None and workspace[1].manifest.is_file()):
         name, problem, _ = ask(question, workspace)
         lines += [
             _longest(_with_method(problem, method), f"{method}: longest row of {name}") for method in METHODS

@@ -39,7 +39,7 @@ def layer_bytes_per_token(
     if work.method != "full":
         adapted = {name for name, _, _ in lora_shapes(spec, work.lora_targets)}
         total += compute * work.lora_rank * len(adapted)
-        total -= compute * _inputs_not_kept(spec, adapted, ffn)
+        total -= compute * _inputs_not_kept(spec, adapted, active_ffn(spec))
     return total + software.scores * spec.heads * sequence
 
 
@@ -70,7 +70,7 @@ def layer_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software)
     if plan.tp > 1:
         norms = 0.0 if plan.sequence_parallel else 5.0 * compute * spec.hidden
         norms = min(norms, 0.6 * whole)
-        gathered = 0.0 if plan.pp > 1 and plan.tp > software.gathered_most else software.gathered_inputs
+        gathered = 0.0 if plan.pp > 1 else software.gathered_inputs
         whole = norms + (whole - norms) / plan.tp + gathered * spec.hidden
     if plan.activation_checkpointing == "none":
         return whole, whole

@@ -12,8 +12,8 @@ class Calibration:
     A matmul of M x K by K x N reaches `matmul` x M/(M+rows) x N/(N+width) x K/(K+width) of the peak. Attention
     reaches `attention` of the peak, memory-bound work `bandwidth` of the memory rate. `link` is the reached share of
     NVLink or PCIe, `network` of the fabric, by messages much larger than `half_size` bytes, which get half of it.
-    Every collective takes `latency` seconds a hop inside a node and `network_latency` between nodes. `contention` is how much slower computing gets by hidden traffic, `step` seconds
-    are spent once a step outside the model.
+    Every collective takes `latency` seconds a hop inside a node and `network_latency` between nodes. `contention` is
+    how much slower computing gets by hidden traffic, `step` seconds are spent once a step outside the model.
     """
 
     matmul: float
@@ -30,8 +30,8 @@ class Calibration:
     half_size: float
 
 
-# Fitted by benchmarks/planner_accuracy/fit.py on published runs; A100 and H100 have hundreds of rows each, other types take
-# those of the nearest generation.
+# Fitted by benchmarks/planner_accuracy/fit.py on published runs; A100 and H100 have hundreds of rows each, other
+# types take those of the nearest generation.
 A100 = Calibration(
     matmul=0.89,
     rows=450,

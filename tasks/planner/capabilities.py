@@ -20,6 +20,7 @@ class Capabilities:
     offload: bool
     nodes: bool
     images: bool
+    disk: bool = True  # offload to NVMe, where nothing else fits
 
     def can(self, plan: Plan, work: Workload, gpus_per_node: int) -> bool:
         """Whether a plan of the planner's space can be trained."""

@@ -10,7 +10,7 @@ from tasks.planner.activations import COMPUTE_BYTES
 from tasks.planner.machine import FLOAT32_MATMUL, Machine
 from tasks.planner.memory import NF4_BYTES
 from tasks.planner.model_spec import active_parameters, lora_shapes
-from tasks.planner.workload import Software, Workload
+from tasks.planner.workload import ELASTANE, Software, Workload
 
 # Efficiency of a micro-batch of t tokens on a CPU is t / (t + 24): 0.95 at some 460 tokens (measured: 100 to 500).
 CPU_ROWS = 24.0
@@ -140,13 +140,23 @@ def head_pass(
     return Pass(product + loss, own * product + loss, 0.0)
 
 
-def vision_pass(spec: ModelSpec, plan: Plan, work: Workload, machine: Machine) -> Pass:
-    """Tower and projector: 2N FLOPs a patch forward; backward only through what is trained."""
+def vision_pass(
+    spec: ModelSpec, plan: Plan, work: Workload, machine: Machine, software: Software = ELASTANE
+) -> Pass:
+    """Tower and projector: 2N FLOPs a patch forward, and attention among a tile's patches (4 x patches x hidden a
+    patch and layer); backward only through what is trained. A tower's layer cannot be launched faster than a decoder's.
+    """
     if spec.vision is None or not work.tiles:
         return Pass(0.0, 0.0, 0.0)
     patches = plan.micro_batch * work.tiles * spec.vision.patches
     best = machine.constants.matmul * 0.8 if machine.device == "cuda" else 1.0
     tower = 2.0 * spec.vision.tower_parameters * patches / (machine.peak * best)
+    scores = 4.0 * patches * spec.vision.patches * spec.vision.hidden * spec.vision.feature_layers
+    if machine.device == "cuda":
+        tower += scores / (machine.peak * machine.constants.attention)
+        tower = max(tower, spec.vision.feature_layers * software.launch)
+    else:
+        tower += scores / machine.peak
     projector = 2.0 * spec.vision.projector_parameters * patches / (machine.peak * best)
     return Pass(tower + projector, 2 * projector + (2 * tower if work.train_tower else 0.0), 0.0)
 

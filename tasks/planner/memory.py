@@ -19,7 +19,7 @@ from tasks.planner.activations import (
 )
 from tasks.planner.model_spec import lora_parameters
 from tasks.planner.stages import in_flight, stage_layers
-from tasks.planner.workload import ELASTANE, Software, Workload
+from tasks.planner.workload import ELASTANE, Software, Workload, software_of
 
 GIB = 2**30
 
@@ -55,6 +55,7 @@ def memory(spec: ModelSpec, plan: Plan, work: Workload, software: Software = ELA
     Every row of the micro-batch is taken to be as long as the longest. With pipeline stages it is the maximum over
     them that is told.
     """
+    software = software_of(plan, work.precision, software)
     stages = stage_layers(spec, plan.pp, software.stage_split)
     terms: dict[str, float] = {}
     for stage in range(plan.pp) if plan.pp <= 4 else _suspects(stages):
@@ -129,7 +130,8 @@ def stage_parameters(
     # Of the two matrices of an adapter one follows the split of its base and one is whole on every rank.
     adapters *= (1 + 1 / plan.tp) / 2
     extra = tables / plan.tp if work.train_embeddings else 0
-    return split + front + adapters, adapters + extra + trained_front
+    # PEFT trains a copy of the tables and keeps the frozen ones beside it (modules_to_save).
+    return split + front + adapters + extra, adapters + extra + trained_front
 
 
 def _states(
@@ -153,7 +155,10 @@ def _states(
         "weights": 0.0
         if plan.offload_parameters != "none"
         else (software.weight * trained + stored) / of_weights,
-        "gradients": (software.gradient + accumulated) * trained / of_gradients,
+        # Offloaded optimizers take each gradient to the host as it is reduced; a bucket of them stays here.
+        "gradients": 0.0
+        if plan.offload != "none"
+        else (software.gradient + accumulated) * trained / of_gradients,
         "optimizer": 0.0
         if plan.offload != "none"
         else (software.moments + software.master) * trained / of_optimizer,
@@ -176,7 +181,7 @@ def _states(
     # DDP's buckets are as large as the gradients and stand beside them while accumulating without sync.
     if plan.sharding == "none" and plan.data_parallel > 1:
         terms["buckets"] = software.bucket * trained
-    elif plan.sharding in ("zero1", "zero2", "zero3") and plan.dp_shard > 1:
+    elif plan.sharding in ("zero1", "zero2", "zero3") and (plan.dp_shard > 1 or plan.offload != "none"):
         terms["buckets"] = min(2.0 * trained, software.zero_bucket) * 2
     return terms
 

@@ -51,7 +51,8 @@ def search(problem: Problem) -> Found:
     """
     ruled_out = RuledOut()
     fitting, unfit, hopeless = _cost_all(problem, _layouts(problem, ruled_out))
-    if not fitting and problem.capabilities.offload and problem.hardware.device == "cuda":
+    may = problem.capabilities.offload and problem.capabilities.disk
+    if not fitting and may and problem.hardware.device == "cuda":
         on_disk = (plan for plan in layouts(problem, RuledOut(), nvme=True) if plan.offload == "nvme")
         fitting, more, _ = _cost_all(problem, list(on_disk))
         unfit += more

@@ -33,7 +33,7 @@ def seconds(
     stages = stage_layers(spec, plan.pp, software.stage_split)
     layer = layer_pass(spec, plan, work, machine, software, width)
     head = head_pass(spec, plan, work, machine, software, width)
-    vision = vision_pass(spec, plan, work, machine)
+    vision = vision_pass(spec, plan, work, machine, software)
     totals = []
     for stage, layers in enumerate(stages):
         forward = layers * layer.forward + (head.forward if stage == plan.pp - 1 else 0)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tasks.contracts import DataManifest, Precision
+from tasks.contracts import DataManifest, Plan, Precision
 from tasks.params import TrainParams
 
 Method = Literal["full", "lora", "qlora"]
@@ -59,16 +59,16 @@ class Software:
     the compute precision). `saved` overrides the activation table, `ungated_saved` for MLPs with one up projection.
     `scores` bytes a head and pair of positions are kept by attention that stores its scores (0 for flash). `logits`
     bytes a token and vocabulary entry stand at the peak; `chunked_loss` computes the loss in pieces instead.
-    `gathered_inputs` bytes a token and hidden entry of a layer stay unsharded under tensor parallelism, but not with
-    pipeline stages and more than `gathered_most` tensor-parallel ranks. Selective checkpointing keeps the share
+    `gathered_inputs` bytes a token and hidden entry of a layer stay unsharded under tensor parallelism without
+    pipeline stages. Selective checkpointing keeps the share
     `selective` of the matrix products' outputs. Unless `gradients_stay`, there are none while the only micro-batch
     of a step goes forward. `loads_whole`: every rank reads the whole model before it is sharded. `context`
     bytes are outside the allocator, `reserved` is the ratio of reserved to allocated memory. `elementwise` bytes of
     traffic, a token and hidden (`[0]`) or ffn entry (`[1]`), are what a layer's forward pass moves beside its
     matmuls. `launch` seconds is the least time of a layer's forward pass, for its kernels cannot be launched faster;
     each adapter adds `adapter_launch`. `overlap` is the share of the data-parallel traffic that may hide behind
-    computing. `host_wait` seconds a tensor-parallel rank are the least a layer takes, without and with pipeline stages: what
-    the host spends on cutting and joining tensors for collectives.
+    computing. `host_wait` seconds a tensor-parallel rank are the least a layer takes, without and with pipeline
+    stages: what the host spends on cutting and joining tensors for collectives.
     """
 
     name: str
@@ -86,7 +86,6 @@ class Software:
     logits: float = 14
     chunked_loss: bool = False
     gathered_inputs: float = 0
-    gathered_most: int = 8
     selective: float = 1.0
     loads_whole: bool = False
     context: float = 1.0 * 2**30
@@ -107,6 +106,17 @@ class Software:
 # A layer's launch times were measured with it on one H200 (benchmarks/results/planner-gpu.json): about 4 ms a layer
 # forward and backward for full tuning, 7 to 8 ms with seven adapters a layer.
 ELASTANE = Software(name="elastane")
+# Under DeepSpeed weights and gradients are in half precision, with float32 master weights and moments beside them
+# (ZeRO, arXiv:1910.02054, section 3.1); in float32 there is no second copy.
+DEEPSPEED = replace(ELASTANE, name="deepspeed", weight=2, cast=0, gradient=2, master=4, residual=2)
+DEEPSPEED_FLOAT32 = replace(DEEPSPEED, weight=4, gradient=4, master=0, residual=4)
+
+
+def software_of(plan: Plan, precision: Precision, software: Software) -> Software:
+    """What keeps the states of a plan: this project's own habits differ by engine, other trainers' do not."""
+    if software is not ELASTANE or plan.engine != "deepspeed":
+        return software
+    return DEEPSPEED_FLOAT32 if precision == "float32" else DEEPSPEED
 
 
 def workload(train: TrainParams, manifest: DataManifest, precision: Precision) -> Workload:

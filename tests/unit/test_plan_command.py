@@ -19,6 +19,7 @@ from tasks.commands.plan_text import MARK, lines
 from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.planner.explain import cost_of
+from tasks.planner.problem import Pins
 from tests.unit import hub
 from tests.unit.planner_cases import manifest, params
 from tests.unit.published_configs import published
@@ -180,7 +181,10 @@ def test_a_wrong_question_is_one_sentence_with_the_way_out(words, sentence):
 
 def test_when_nothing_fits_the_neighbours_that_would_are_named():
     with pytest.raises(UserError) as caught:
-        plan(Question("llama-3.1-8b", "RTX3090", "full", sequence=4096, batch=64), None)
+        plan(
+            Question("llama-3.1-8b", "RTX3090", "full", sequence=4096, batch=64, pins=Pins(offload="none")),
+            None,
+        )
     text = str(caught.value)
     need, limit = map(float, re.search(r"needs ([\d.]+) GiB of ([\d.]+) GiB", text).groups())
     assert limit == pytest.approx(23.6 * 0.9, abs=0.1) and need > limit
