@@ -33,7 +33,14 @@ GPUS = (  # part of gpu_type -> name in the planner's table; the first that is f
 # What joins the nodes where a report says it; all others are taken for one 200 Gbit/s port a GPU.
 FABRIC = {"i2": "IB100", "i1": "EFA3200", "i3": "4xIB100"}
 # Figures of torch's allocator (nanotron logs it), which sees neither the CUDA context nor NCCL's buffers.
-ALLOCATOR = ("log peak", "max_memory_allocated", "torch max_reserved", "peak reserved", "peak allocated", "peak active")
+ALLOCATOR = (
+    "log peak",
+    "max_memory_allocated",
+    "torch max_reserved",
+    "peak reserved",
+    "peak allocated",
+    "peak active",
+)
 ALPACA_MEAN = 120.0  # tokens of an average Alpaca row with its prompt
 ALPACA_LONGEST = 1050  # and of the longest (LitGPT's resource tables state 1,034 to 1,304 by tokenizer)
 
