@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.record import write
-from tasks.commands.plan import Question, ask
+from tasks.commands.plan_question import Question, ask
 from tasks.errors import UserError
 from tasks.planner.explain import cost_of
 from tasks.planner.problem import Pins

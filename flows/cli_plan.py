@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -31,7 +31,10 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument an option
     precision: Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option()] = None,
     lora_rank: Number = None,
     image_size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels, for vision models.")] = None,
-    images: Annotated[int, typer.Option(min=1, help="Images a row.")] = 1,
+    images: Annotated[int | None, typer.Option(min=1, help="Images a row (default: 1).")] = None,
+    eval_rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows scored at once in evaluation (default: 8).")
+    ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Use at most so many GPUs.")] = None,
     micro_batch: Number = None,
     dp: Number = None,
@@ -52,15 +55,17 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument an option
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """What a recipe needs and how fast it is, here or on hardware that is only named."""
-    from tasks.commands import plan as command
+    from tasks.commands.plan_pins import parse_pins
+    from tasks.commands.plan_question import Question
 
+    _agree(what_hardware, largest, hardware, picture)
     words = [*(pin or [])]
     words += [
         f"{key}={value}"
         for key, value in {"gpus": gpus, "micro_batch": micro_batch, "dp": dp, "tp": tp, "pp": pp}.items()
         if value
     ]
-    question = command.Question(
+    question = Question(
         model=model,
         hardware=hardware,
         method=method,
@@ -71,28 +76,47 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument an option
         lora_rank=lora_rank,
         image_size=_pixels(image_size),
         images=images,
-        pins=command.parse_pins(words),
+        evaluation_rows=eval_rows,
+        pins=parse_pins(words),
     )
     workspace = _workspace()
     if what_hardware or largest:
         from tasks.commands import plan_inverse as inverse
+        from tasks.commands.plan_text import inverse_lines
 
         found = (inverse.what_hardware if what_hardware else inverse.largest)(question, workspace)
-        document = [line.document() for line in found]
-        print(json_.dumps(document, indent=2) if json else "\n".join(line.text() for line in found))
+        _print(found.document(), inverse_lines(found), json)
         return
-    answer = command.plan(question, workspace)
+    from tasks.commands.plan import plan as answer_of
+    from tasks.commands.plan_text import lines
+
+    answer = answer_of(question, workspace)
     if picture is not None:
         from tasks.commands.plan_picture import write_picture
 
         write_picture(answer.report, picture, answer.name)
         say(f"plan: {picture} shows the best plans")
-    if json:
-        print(json_.dumps(answer.document(), indent=2, sort_keys=True, ensure_ascii=False))
-        return
-    from tasks.commands.plan_text import lines
+    _print(answer.document(), lines(answer), json)
 
-    print("\n".join(lines(answer)))
+
+def _print(document: dict[str, Any], lines: list[str], json: bool) -> None:
+    print(json_.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) if json else "\n".join(lines))
+
+
+def _agree(what_hardware: bool, largest: bool, hardware: str | None, picture: Path | None) -> None:
+    """Options that say nothing beside each other are errors."""
+    if what_hardware and largest:
+        raise UserError("--what-hardware and --largest are two questions; ask one at a time")
+    if what_hardware and hardware is not None:
+        raise UserError(
+            f"--what-hardware looks for hardware and --hardware={hardware!r} names some; leave one of them out"
+        )
+    if picture is not None and (what_hardware or largest):
+        asked = "--what-hardware" if what_hardware else "--largest"
+        raise UserError(
+            f"--picture={picture} draws the plans of one recipe on one machine, and {asked} asks of many; "
+            "leave one of them out"
+        )
 
 
 def _pixels(text: str | None) -> tuple[int, int] | None:

@@ -33,6 +33,7 @@ MIGRATIONS = {
     "tensor_parallel_degree": "select_strategy.tensor_parallel_degree",
     "pipeline_parallel_degree": "select_strategy.pipeline_parallel_degree",
     "ddp_backend": "select_strategy.ddp_backend",
+    "fsdp": "select_strategy.sharding",
     "gradient_checkpointing": "select_strategy.activation_checkpointing",
     "learning_rate": "train.learning_rate",
     "num_train_epochs": "train.num_train_epochs",
@@ -88,6 +89,7 @@ class SelectStrategyParams(Section):
     pipeline_parallel_degree: Degree | Auto
     per_device_train_batch_size: Degree | Auto
     gradient_accumulation_steps: Degree | Auto
+    sharding: Literal["auto", "none", "fsdp2"]
     activation_checkpointing: Literal["auto", "none", "selective", "full"]
     ddp_backend: Literal["auto", "nccl", "gloo"]
     memory_margin: Share

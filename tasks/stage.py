@@ -10,11 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from tasks.contracts import StageStatus
 from tasks.errors import USER_ERROR_EXIT_CODE, UserError
 from tasks.params import Params, read_params
 from tasks.paths import Paths
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 PR_SET_PDEATHSIG = 1
 HEARTBEAT_SECONDS = 5.0
@@ -49,6 +53,24 @@ def heartbeat(what: str) -> Iterator[None]:
             say(f"  … {what}: {time.monotonic() - start:.0f} s")
 
     say(f"{what} …")
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def lively(bar: tqdm[Any]) -> Iterator[None]:
+    """Redraws a progress bar every few seconds while a long step of it runs."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(HEARTBEAT_SECONDS):
+            bar.refresh()
+
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     try:

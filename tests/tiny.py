@@ -61,14 +61,17 @@ def write_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def write_model(folder: Path, layers: int = 2, hidden: int = 32, tied: bool = False, seed: int = 0) -> Path:
-    """A random Llama in Hugging Face's layout with the byte tokenizer."""
+def write_model(
+    folder: Path, layers: int = 2, hidden: int = 32, tied: bool = False, seed: int = 0, family: str = "llama"
+) -> Path:
+    """A random Llama (or other decoder) in Hugging Face's layout with the byte tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=len(SPECIALS) + 256,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -81,7 +84,7 @@ def write_model(folder: Path, layers: int = 2, hidden: int = 32, tied: bool = Fa
         bos_token_id=None,
         eos_token_id=2,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
@@ -134,15 +137,21 @@ def cpu_hardware(cores: int = 2) -> HardwareProfile:
 
 
 def cpu_plan(
-    degree: int = 1, micro_batch: int = 2, accumulation: int = 2, checkpointing: str = "none"
+    degree: int = 1,
+    micro_batch: int = 2,
+    accumulation: int = 2,
+    checkpointing: str = "none",
+    shards: int = 1,
 ) -> Plan:
+    """`degree` copies of the model (DDP, or HSDP where each is spread over `shards` ranks)."""
     return Plan.model_validate(
         {
             "engine": "torch",
             "device": "cpu",
             "backend": "gloo",
             "dp_replicate": degree,
-            "dp_shard": 1,
+            "dp_shard": shards,
+            "sharding": "fsdp2" if shards > 1 else "none",
             "tp": 1,
             "pp": 1,
             "schedule": "none",

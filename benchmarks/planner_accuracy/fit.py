@@ -22,9 +22,9 @@ from tasks.planner.calibration import Calibration
 from tasks.planner.time import seconds
 
 GENERATIONS = ("A100", "H100")  # the others have too few rows, and take the nearest generation's constants
-ROWS_A_REGIME = 25  # so that a source of a thousand rows does not decide alone
-TYPICAL_ERROR = 0.08  # beyond this relative error a row counts less and less (Cauchy loss)
-STEPS = 15
+ROWS_A_REGIME = 60  # so that a source of a thousand rows does not decide alone
+TYPICAL_ERROR = 0.05  # beyond this relative error a row counts less and less (Cauchy loss)
+STEPS = 30
 
 # Start, least and most of each constant: what hardware of any make can be, not what the rows say.
 LIMITS = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.planner_accuracy.measured import Row
 from tasks.planner.memory import GIB
 from tasks.planner.workload import ELASTANE, SavedBytes, Software
 
@@ -142,6 +143,9 @@ TORCHTUNE = replace(
 )
 
 
+RESERVED = 1.05  # of allocated memory, where reserved memory is told
+NF4_PLAIN = 0.5 + 4 / 64  # without double quantisation
+
 # Habits that no documentation states, by trainer: field -> the source (start of `file`) whose rows it was read off.
 # nanotron: which layer inputs stay gathered under tensor parallelism, and what the host spends on collectives;
 # HF Trainer and ms-swift: how many copies of the logits stay reserved; and so on.
@@ -160,9 +164,14 @@ INFERRED: dict[str, dict[str, str]] = {
     },
     "torchtitan": dict.fromkeys(("context", "launch", "selective", "elementwise", "overlap"), "c"),
     "llm-foundry": dict.fromkeys(("launch", "elementwise", "overlap"), "f"),
-    "hf-trainer": dict.fromkeys(("logits", "launch", "adapter_launch", "context", "reserved"), "j1"),
+    "hf-trainer": dict.fromkeys(
+        ("logits", "launch", "adapter_launch", "four_bit_launch", "context", "reserved"), "j1"
+    ),
     "ms-swift": dict.fromkeys(("logits", "launch", "context"), "j3"),
-    "litgpt": dict.fromkeys(("logits", "launch", "adapter_launch", "context", "loads_whole"), "j4"),
+    "litgpt": {
+        **dict.fromkeys(("logits", "launch", "adapter_launch", "four_bit_launch"), "j4"),
+        **dict.fromkeys(("gather_launch", "context", "loads_whole"), "j4"),
+    },
     "fsdp-qlora": dict.fromkeys(("launch", "adapter_launch", "context"), "j5"),
     "torchtune": dict.fromkeys(("logits", "context"), "d"),
 }
@@ -197,6 +206,40 @@ def framework_of(name: str, without: str = "") -> Software:
     )
     found = next((software for key, software in table if key in name), ELASTANE)
     source = without.split("_", maxsplit=1)[0]
-    generic = Software(name="generic")
+    generic = Software(name="generic", four_bit_launch=0.0, gather_launch=0.0)
     unknown = [field for field, read in INFERRED.get(found.name, {}).items() if read == source]
     return replace(found, **{field: getattr(generic, field) for field in unknown})
+
+
+def software_of(row: Row, without: str = "") -> Software:
+    """The row's trainer with the settings that the row states: optimizer, widths, fused kernels, loss."""
+    software = framework_of(row["framework"], without)
+    if software.name == "hf-trainer" and "lora" not in row["method"]:
+        software = deepspeed(software, summed=row["sharding"] == "none")
+    if "fp32-accum" in row["grad_dtype"] and software.accumulated == 0:
+        software = replace(software, gradient=6.0, gradient_traffic=4.0)
+    if "8bit" in row["optimizer"]:
+        software = replace(software, moments=2.0)
+    if "step-in-b" in row["optimizer"]:
+        software = replace(software, gradient=0.0)
+    if "loss=full-logit CE" in row["notes"]:
+        software = replace(software, chunked_loss=False)
+    if "DEFAULT" not in row["notes"] and "PURE" in row["notes"]:
+        software = replace(software, gradient_traffic=2.0)
+    return _kernels_of(row, software, without)
+
+
+def _kernels_of(row: Row, software: Software, without: str) -> Software:
+    if row["attn_impl"].startswith(("fused-softmax", "unfused", "eager")):
+        software = replace(software, scores=stored_scores(without))
+    if row["compile"] == "yes":
+        near, far = software.elementwise
+        # Fused pointwise operations move less, and keep no float32 copies.
+        software = replace(
+            software, elementwise=(near * 0.6, far * 0.6), logits=software.logits - 2, saved=FUSED
+        )
+    if "nf4" in row["precision"] and "nf4-dq" not in row["precision"]:
+        software = replace(software, four_bit=NF4_PLAIN)
+    if "reserved" in row["mem_kind"] and "not stated" not in row["mem_kind"]:
+        software = replace(software, reserved=max(software.reserved, RESERVED))
+    return software

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from scipy.special import gammainc
 
-from benchmarks.planner_accuracy.frameworks import FUSED, deepspeed, framework_of, stored_scores
+from benchmarks.planner_accuracy.frameworks import software_of
 from benchmarks.planner_accuracy.measured import GIB, Row, memory_of, number, seconds_of
 from benchmarks.planner_accuracy.shapes import spec_of
 from tasks.contracts import ModelSpec, Plan
 from tasks.planner.cost import CostModel
 from tasks.planner.hardware_names import named_hardware
 from tasks.planner.machine import Machine, machine
-from tasks.planner.workload import Software, Workload
+from tasks.planner.workload import Workload
 
 GPUS = (  # part of gpu_type -> name in the planner's table; the first that is found counts
     ("GB300", "GB300"),
@@ -76,7 +76,7 @@ def case_of(row: Row, without: str = "") -> Case:
     _refuse(row)
     spec = spec_of(row)
     plan = _plan(row, spec)
-    software = _software(row, without)
+    software = software_of(row, without)
     work = _work(row, spec)
     hardware = _machine(row, plan)
     parallel = "+".join(
@@ -188,7 +188,7 @@ def _sequence_parallel(row: Row, tp: int) -> bool:
     )
 
 
-# --- work, software, machine --------------------------------------------------------------------
+# --- work, machine ------------------------------------------------------------------------------
 
 
 def _work(row: Row, spec: ModelSpec) -> Workload:
@@ -234,31 +234,6 @@ def _mean_row(row: Row, sequence: int) -> float:
     return float(sequence)
 
 
-def _software(row: Row, without: str) -> Software:
-    software = framework_of(row["framework"], without)
-    if row["attn_impl"].startswith(("fused-softmax", "unfused", "eager")):
-        software = replace(software, scores=stored_scores(without))
-    if software.name == "hf-trainer" and "lora" not in row["method"]:
-        software = deepspeed(software, summed=row["sharding"] == "none")
-    if "fp32-accum" in row["grad_dtype"] and software.accumulated == 0:
-        software = replace(software, gradient=6.0, gradient_traffic=4.0)
-    if "8bit" in row["optimizer"]:
-        software = replace(software, moments=2.0)
-    if "step-in-b" in row["optimizer"]:
-        software = replace(software, gradient=0.0)
-    if row["compile"] == "yes":
-        near, far = software.elementwise
-        # Fused pointwise operations move less, and keep no float32 copies.
-        software = replace(
-            software, elementwise=(near * 0.6, far * 0.6), logits=software.logits - 2, saved=FUSED
-        )
-    if "loss=full-logit CE" in row["notes"]:
-        software = replace(software, chunked_loss=False)
-    if "DEFAULT" not in row["notes"] and "PURE" in row["notes"]:
-        software = replace(software, gradient_traffic=2.0)
-    return software
-
-
 def gpu_kind(text: str) -> str | None:
     """The planner's name of a row's GPU."""
     return next((name for key, name in GPUS if key in text), None)
@@ -275,7 +250,7 @@ def _machine(row: Row, plan: Plan) -> Machine:
     nodes = int(number(row, "nodes", max(1, gpus // 8)))
     each = max(1, gpus // nodes)
     fabric = FABRIC.get(row["file"].split("_")[0], "IB200")
-    key = (kind, each, nodes, fabric, row.get("gpu_mem_gb", ""))
+    key = (row["gpu_type"], each, nodes, fabric, row["gpu_mem_gb"])
     if key not in _machines:
         text = f"{each}x{kind}" + (f" x {nodes} nodes {fabric}" if nodes > 1 else "")
         found = machine(named_hardware(text), "bfloat16")

@@ -60,6 +60,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _check(path: Path, line: int, row: Row) -> None:
+    if row["tied_emb"] not in ("", "nan", "0", "1", "0.0", "1.0"):
+        raise UserError(f"{path}, row {line}: tied_emb is {row['tied_emb']!r} but must be 0 or 1, or empty")
     for key in (*WHOLE, *POSITIVE):
         text = row[key]
         if text in ("", "nan"):

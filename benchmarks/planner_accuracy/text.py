@@ -29,7 +29,7 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 def goals_text(report: Mapping[str, Any]) -> str:
     """Every way of scoring beside the goals."""
-    columns: dict[str, Mapping[str, Any]] = {"": report["overall"]}
+    columns: dict[str, Mapping[str, Any]] = {"all rows": report["overall"]}
     for way, found in report.get("held_out", {}).items():
         columns[way.replace("_", " ")] = found["overall"]
     columns["baselines"] = report["baselines"]["overall"]
@@ -42,7 +42,7 @@ def goals_text(report: Mapping[str, Any]) -> str:
         goal = f"{'<=' if most else '>='} {limit:g}"
         verdict = {True: "met", False: "missed", None: "-"}[verdicts[name]]
         rows.append([name.replace("_", " "), goal, verdict, *values])
-    return table(("percent", "goal", "all rows", *columns), rows, texts=3)
+    return table(("percent", "goal", "verdict", *columns), rows, texts=3)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]], texts: int = 1) -> str:

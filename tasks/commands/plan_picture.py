@@ -66,7 +66,8 @@ def draw(report: PlanReport, title: str = "") -> Figure:
 def _label(candidate: Candidate) -> str:
     plan = candidate.plan
     level = {"none": "", "selective": ", selective", "full": ", recomputing"}[plan.activation_checkpointing]
-    return f"{plan.name}\nmicro {plan.micro_batch} x {plan.accumulation}{level}"
+    schedule = f", {plan.schedule}" if plan.pp > 1 else ""
+    return f"{plan.name}\nmicro {plan.micro_batch} x {plan.accumulation}{level}{schedule}"
 
 
 def _stack(axes: Axes, plans: list[Candidate], terms_of: Callable[[Candidate], dict[str, Any]]) -> None:

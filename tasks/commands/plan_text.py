@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tasks.commands.plan import Answer, trained
+from tasks.commands.plan_inverse import Inverse
 from tasks.contracts import HardwareProfile
-from tasks.planner.explain import SHOWN, bars, cost_of, distinct, row
-from tasks.planner.words import gib, moment, settings
+from tasks.planner.explain import SHOWN, bars, cost_of, counts, row, runners_up
+from tasks.planner.legal import either
+from tasks.planner.problem import Problem
+from tasks.planner.words import gib, moment, seconds, settings
 
 MARK = "(planned, not yet trained by this version)"
 
@@ -13,28 +18,46 @@ MARK = "(planned, not yet trained by this version)"
 def lines(answer: Answer) -> list[str]:
     """The question, the choice with its memory and time, runners-up, rejections and advice."""
     problem, report = answer.problem, answer.report
-    spec, work = problem.spec, problem.work
-    lora = f" rank {work.lora_rank}" if work.method != "full" else ""
     found = [
-        f"model     {answer.name}: {spec.parameters / 1e9:.2f} B parameters ({spec.family}), {spec.layers} layers",
-        f"recipe    {work.method}{lora}, {work.precision}, rows up to {work.sequence} tokens (mean {work.mean_row:g}), "
-        f"global batch {problem.batch}",
-        f"hardware  {_hardware(problem.hardware)}"
-        + (", with rates measured here" if problem.machine.measured else ""),
-        *(f"note      {note}" for note in answer.notes),
+        *header(answer.name, problem, answer.notes),
         "",
         *_choice(answer),
         "",
         f"{'runners-up':10} {'plan':14} {'micro':>5} {'accum':>5} {'checkpointing':13} {'GiB':>7} {'tokens/s':>12}",
     ]
-    others = [c for c in distinct((report.chosen, *report.runners_up)) if c is not report.chosen]
-    for candidate in others[:SHOWN]:
+    for candidate in runners_up(report)[:SHOWN]:
         found.append(row("", candidate) + ("" if trained(problem, candidate.plan) else f"  {MARK}"))
-    found += ["", f"rejected   {report.unfit} layouts and levels need too much memory; the nearest:"]
+    found += ["", *(f"counted    {sentence}" for sentence in counts(report, "--json"))]
     costed = [candidate for candidate in report.rejected if candidate.estimate is not None]
-    found += [f"  {settings(c.plan)}: {c.rejected}" for c in costed[:SHOWN]]
+    found += [f"too large  {settings(c.plan)}: {c.rejected}" for c in costed[:SHOWN]]
     found += [f"ruled out  {c.rejected}" for c in report.rejected if c.estimate is None]
     return [*found, *(f"advice     {sentence}" for sentence in report.advice)]
+
+
+def inverse_lines(answer: Inverse) -> list[str]:
+    """The question, and a line an answer."""
+    width = max(len(line.what) for line in answer.lines)
+    head = header(answer.name, answer.problem, answer.notes, answer.machine, answer.methods)
+    return [*head, "", *(line.text(width) for line in answer.lines)]
+
+
+def header(
+    name: str, problem: Problem, notes: Sequence[str], machine: bool = True, methods: Sequence[str] = ()
+) -> list[str]:
+    """What was asked: model (if there is one), recipe, hardware (if `machine`), and what was assumed."""
+    spec, work = problem.spec, problem.work
+    methods = methods or (work.method,)
+    rank = f"{' at' if len(methods) > 1 else ''} rank {work.lora_rank}"
+    lora = rank if set(methods) != {"full"} else ""
+    model = f"{name}: {spec.parameters / 1e9:.2f} B parameters ({spec.family}), {spec.layers} layers"
+    rates = ", with rates measured here" if problem.machine.measured else ""
+    return [
+        *([f"model     {model}"] if name else []),
+        f"recipe    {either(methods)}{lora}, {work.precision}, rows up to {work.sequence} tokens "
+        f"(mean {work.mean_row:g}), global batch {problem.batch}",
+        *([f"hardware  {_hardware(problem.hardware)}{rates}"] if machine else []),
+        *(f"note      {note}" for note in notes),
+    ]
 
 
 def _choice(answer: Answer) -> list[str]:
@@ -52,9 +75,9 @@ def _choice(answer: Answer) -> list[str]:
     )
     found += bars(cost.memory_bytes, cost.total_bytes, gib)
     found.append(
-        f"step      {cost.total_seconds:.3g} s, {cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.0%}"
+        f"step      {seconds(cost.total_seconds)}, {cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.0%}"
     )
-    return found + bars(cost.seconds, cost.total_seconds, lambda value: f"{value:.3g} s")
+    return found + bars(cost.seconds, cost.total_seconds, seconds)
 
 
 def _hardware(hardware: HardwareProfile) -> str:

@@ -191,7 +191,8 @@ class PlanReport(Contract):
     """plan.json: the choice and why, the runners-up, and every rejection with its reason.
 
     `rejected` has one plan a layout and level that does not fit, its smallest such micro-batch, and one a broken rule
-    (without an estimate). `fit` and `unfit` count all; with many plans only the best and the nearest are told.
+    (without an estimate). `fit` and `unfit` count all; of many that fit only the best are told. `hopeless` layouts were
+    not costed, since they are far slower than the choice even at the data sheet's peak.
     """
 
     chosen: Candidate
@@ -203,3 +204,4 @@ class PlanReport(Contract):
     advice: tuple[str, ...] = ()
     fit: int = 0
     unfit: int = 0
+    hopeless: int = 0

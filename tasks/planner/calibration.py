@@ -30,35 +30,35 @@ class Calibration:
     half_size: float
 
 
-# Fitted by benchmarks/planner_accuracy/fit.py on published runs; A100 and H100 have hundreds of rows each, other
-# types take those of the nearest generation.
+# Fitted to published runs by `python -m benchmarks.planner_accuracy.fit`, which prints these numbers. A100 and H100
+# have hundreds of rows each; other types take those of the nearest generation, and consumer cards are not fitted.
 A100 = Calibration(
-    matmul=0.89,
-    rows=450,
-    width=20,
-    attention=0.33,
-    bandwidth=0.6,
-    link=0.42,
-    network=0.45,
-    latency=5e-6,
-    network_latency=20e-6,
+    matmul=0.862,
+    rows=327,
+    width=10.7,
+    attention=0.34,
+    bandwidth=0.55,
+    link=0.492,
+    network=0.3,
+    latency=4e-6,
+    network_latency=10e-6,
     contention=0.3,
-    step=0.003,
+    step=0.0042,
     half_size=1e6,
 )
 H100 = Calibration(
-    matmul=0.7,
-    rows=1000,
-    width=240,
-    attention=0.2,
-    bandwidth=0.6,
-    link=0.9,
-    network=0.42,
-    latency=5e-6,
-    network_latency=240e-6,
-    contention=0.08,
+    matmul=0.802,
+    rows=1560,
+    width=271,
+    attention=0.184,
+    bandwidth=0.724,
+    link=0.875,
+    network=0.384,
+    latency=4.07e-6,
+    network_latency=230e-6,
+    contention=0.0151,
     step=0.03,
-    half_size=30e6,
+    half_size=26.4e6,
 )
 CONSUMER = Calibration(
     matmul=0.8,

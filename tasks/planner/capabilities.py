@@ -38,7 +38,7 @@ class Capabilities:
 
 
 TRAINABLE_NOW = Capabilities(
-    shardings=frozenset({"none"}),
+    shardings=frozenset({"none", "fsdp2"}),
     levels=("none", "full"),
     methods=("full", "lora"),
     tensor=False,

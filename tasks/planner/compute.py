@@ -8,9 +8,8 @@ from functools import lru_cache
 from tasks.contracts import ModelSpec, Plan
 from tasks.planner.activations import COMPUTE_BYTES
 from tasks.planner.machine import FLOAT32_MATMUL, Machine
-from tasks.planner.memory import NF4_BYTES
 from tasks.planner.model_spec import active_parameters, lora_shapes
-from tasks.planner.workload import ELASTANE, Software, Workload
+from tasks.planner.workload import ELASTANE, NF4_BYTES, Software, Workload
 
 # Efficiency of a micro-batch of t tokens on a CPU is t / (t + 24): 0.95 at some 460 tokens (measured: 100 to 500).
 CPU_ROWS = 24.0
@@ -54,7 +53,7 @@ def layer_pass(
     single = work.precision == "float32"
     linear = _linear_seconds(spec, plan.tp, machine, rows, compute, single)
     adapters = _adapter_seconds(spec, plan.tp, work, machine, rows, compute)
-    attention = attention_seconds(spec, plan.tp, machine, rows, work, software)
+    attention = attention_seconds(spec, plan, machine, rows, work, software)
     c = machine.constants
     per_token = software.elementwise[0] * spec.hidden + software.elementwise[1] * spec.ffn / plan.tp
     divided = plan.tp if plan.sequence_parallel else min(plan.tp, 2)
@@ -68,6 +67,10 @@ def layer_pass(
     if machine.device == "cuda":
         adapters_of_layer = 0 if work.method == "full" else len(lora_shapes(spec, work.lora_targets))
         launch = software.launch + software.adapter_launch * adapters_of_layer
+        if work.method == "qlora":
+            launch += software.four_bit_launch * len(spec.linear_shapes)
+        if plan.sharding in ("zero3", "fsdp2"):
+            launch += software.gather_launch
     own = 2.0 if work.method == "full" else 1.0  # frozen weights need no gradient of their own
     forward = max(linear + adapters + attention + moved + dequantise, launch)
     backward = own * linear + 2 * adapters + ATTENTION_BACKWARD * attention + 2 * moved + dequantise
@@ -106,17 +109,17 @@ def _adapter_seconds(
 
 
 def attention_seconds(
-    spec: ModelSpec, tp: int, machine: Machine, rows: float, work: Workload, software: Software
+    spec: ModelSpec, plan: Plan, machine: Machine, rows: float, work: Workload, software: Software
 ) -> float:
     """Causal scores and values of one layer: 2 s q FLOPs a token (half of 4 s q), and score traffic where kept."""
-    row = work.sequence if work.padded else work.mean_row
-    flops = 2.0 * rows * row * spec.heads * spec.head_dim / tp
+    row = rows / plan.micro_batch
+    flops = 2.0 * rows * row * spec.heads * spec.head_dim / plan.tp
     if machine.device == "cpu":
         return flops / machine.peak
     c = machine.constants
     taken = flops / (machine.peak * (c.attention if work.precision != "float32" else 0.3))
     if software.scores:
-        scores = rows * row * spec.heads / tp
+        scores = rows * row * spec.heads / plan.tp
         # Not flash: the whole square is computed, and scores are written and read by softmax and mask.
         taken = 2 * flops / (machine.peak * c.matmul * 0.7) + scores * 2.5 * software.scores / (
             machine.bandwidth * c.bandwidth

@@ -8,8 +8,8 @@ from tasks.contracts import Candidate, CostEstimate, PlanReport, Resolved
 from tasks.planner.advice import advice
 from tasks.planner.gpus import gpu_type
 from tasks.planner.problem import Problem
-from tasks.planner.search import NEAR_TIE, Found
-from tasks.planner.words import gib, settings
+from tasks.planner.search import HOPELESS, NEAR_TIE, Found
+from tasks.planner.words import gib, seconds, settings
 
 SHOWN = 5
 BAR = 40
@@ -27,6 +27,7 @@ def report(problem: Problem, found: Found, resolved: Resolved) -> PlanReport:
         advice=tuple(advice(problem, found.fitting[0])),
         fit=found.fit,
         unfit=found.unfit,
+        hopeless=found.hopeless,
     )
 
 
@@ -83,17 +84,16 @@ def table(report: PlanReport) -> str:
         f"model {report.model.parameters / 1e6:,.1f} M parameters ({report.model.family})",
         "Memory, GiB: " + _terms(cost.memory_bytes, gib) + f" = {gib(cost.total_bytes)} of "
         f"{gib(cost.memory_limit_bytes)}; at a save {gib(cost.save_bytes)}, in evaluation {gib(cost.evaluation_bytes)}",
-        "Step, s: " + _terms(cost.seconds, lambda value: f"{value:.3g}") + f" = {cost.total_seconds:.3g}",
+        "Step: " + _terms(cost.seconds, seconds) + f" = {seconds(cost.total_seconds)}",
         "",
         f"{'':9} {'plan':14} {'micro':>5} {'accum':>5} {'checkpointing':13} {'GiB':>7} {'tokens/s':>12}",
         row("chosen", report.chosen),
     ]
-    lines += [row("", candidate) for candidate in report.runners_up[:SHOWN]]
-    lines += _more(report.fit - 1, "that fit")
+    lines += [row("", candidate) for candidate in runners_up(report)[:SHOWN]]
+    lines += [f"{'':9} {sentence}" for sentence in counts(report, "plan.json")]
     costed = [candidate for candidate in report.rejected if candidate.estimate is not None]
     for candidate in costed[:SHOWN]:
         lines += [row("rejected", candidate), f"{'':9} {candidate.rejected}"]
-    lines += _more(report.unfit, "rejected")
     lines += [
         f"ruled out {candidate.rejected}" for candidate in report.rejected if candidate.estimate is None
     ]
@@ -114,6 +114,29 @@ def cost_of(candidate: Candidate) -> CostEstimate:
     return candidate.estimate
 
 
+def runners_up(report: PlanReport) -> list[Candidate]:
+    """The best of every other layout, in the order of the ranking."""
+    return [other for other in distinct((report.chosen, *report.runners_up)) if other is not report.chosen]
+
+
+def counts(report: PlanReport, where: str) -> list[str]:
+    """What the table leaves out: how many plans fit, need too much memory, or were not costed, and what `where` has."""
+    kept = 1 + len(report.runners_up)
+    best = f"the best {kept} are" if kept < report.fit else "all are"
+    found = [f"{report.fit} plans fit, {best} in {where}; within {NEAR_TIE - 1:.0%} the simpler comes first"]
+    if report.unfit:
+        found.append(
+            f"{report.unfit} need too much memory (the smallest micro-batch of a layout and level stands for the "
+            f"larger), all in {where}"
+        )
+    if report.hopeless:
+        found.append(
+            f"{report.hopeless} layouts were not costed: even at the data sheet's peak they take over {HOPELESS:g} "
+            "times the best plan's step"
+        )
+    return found
+
+
 def row(label: str, candidate: Candidate) -> str:
     plan, cost = candidate.plan, cost_of(candidate)
     return (
@@ -124,7 +147,3 @@ def row(label: str, candidate: Candidate) -> str:
 
 def _terms(terms: Mapping[str, float], show: Callable[[float], str]) -> str:
     return " + ".join(f"{name} {show(value)}" for name, value in terms.items() if value)
-
-
-def _more(count: int, what: str) -> list[str]:
-    return [f"{'':9} and {count - SHOWN} more {what}, in plan.json"] if count > SHOWN else []

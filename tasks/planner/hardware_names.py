@@ -43,6 +43,14 @@ _NODES = re.compile(r"(?:\s*[x×*,]\s*|\s+)(\d+)\s*nodes?$")
 _NETWORK = re.compile(r"(?:^|[\s,+]+)(?:(\d+)\s*[x×*]\s*)?(ib|infiniband|roce|eth|ethernet|efa)[\s-]*(\d+)$")
 _GENERATION = re.compile(r"(?:^|[\s,+]+)(?:(\d+)\s*[x×*]\s*)?(edr|hdr|ndr|xdr)$")
 _COUNT = re.compile(r"^(?:(\d+)\s*[x×*]\s*|(\d{1,3})\s+)(?=\D|\d{4}\b)")
+_SWAPPED = re.compile(r"^(.*\d.*?)\s*[x×*,;]\s*(\d{1,3})$")
+_OTHER_MAKERS = {
+    "AMD": re.compile(r"\bmi\s?\d{2,3}[ax]?\b|\bamd\b|radeon|instinct|\brx\s?\d{4}|\bw7\d00\b"),
+    "Intel": re.compile(r"gaudi|\bhpu\b|\bmax\s?1\d50\b|\barc\b"),
+    "Google": re.compile(r"\btpu"),
+    "Huawei": re.compile(r"ascend|\bnpu\b"),
+    "Apple": re.compile(r"^m[1-9](\s?(pro|max|ultra))?$|\bapple\b"),
+}
 _CORES = re.compile(r"^(?:cpu\s*:\s*(\d+)(?:\s*cores?)?|(\d+)\s*(?:cpu\s+)?cores?)$")
 
 
@@ -57,14 +65,20 @@ def named_hardware(text: str) -> HardwareProfile:
     nodes = 1
     if found := _NODES.search(rest):
         nodes, rest = int(found.group(1)), rest[: found.start()].strip()
-    if nodes < 1 or re.fullmatch(r"\d*\s*[x×*]?", rest):
+    if nodes < 1 or (re.fullmatch(r"\d*\s*[x×*]?", rest) and rest not in KINDS):
         raise UserError(f"hardware {text!r} is not understood; say {GRAMMAR}")
+    if rest in ("cpu", "cpus"):
+        raise UserError(
+            f"hardware {text!r} leaves the cores open; say so many, such as cpu:16, or leave --hardware out for "
+            "this machine"
+        )
     if cores := _CORES.match(rest):
         return _cpus(int(cores.group(1) or cores.group(2)), nodes, network, text)
-    count = 1
+    said = None
     if found := _COUNT.match(rest):
-        count, rest = int(found.group(1) or found.group(2)), rest[found.end() :].strip()
-    kind, notes = _kind(rest, text)
+        said, rest = int(found.group(1) or found.group(2)), rest[found.end() :].strip()
+    kind, notes = _kind(rest, text, said)
+    count = 1 if said is None else said
     most = max(LARGEST_NODE, kind.link.domain)
     if not 1 <= count <= most:
         way_out = f"such as '8x{kind.name} x {count // 8} nodes'" if count else "or say cpu:16 for a CPU"
@@ -159,14 +173,28 @@ KINDS: dict[str, GpuType] = {
 }
 
 
-def _kind(word: str, text: str) -> tuple[GpuType, tuple[str, ...]]:
-    """The type behind a user's word, and a note where the word fits several sizes.
+def _kind(word: str, text: str, count: int | None) -> tuple[GpuType, tuple[str, ...]]:
+    """The type behind a user's word, and a note where the word fits several sizes. `count` is what was said before.
 
     Raises:
         UserError: no such kind; the nearest are named.
     """
     kind = KINDS.get(_key(word))
     if kind is None:
+        for maker, pattern in _OTHER_MAKERS.items():
+            if pattern.search(word):
+                raise UserError(
+                    f"hardware {text!r}: {maker} cards are not planned, only NVIDIA's and CPUs; say an NVIDIA card such "
+                    "as H100, or cpu:16"
+                )
+        if (swapped := _SWAPPED.match(word)) and _key(swapped.group(1)) in KINDS:
+            name, number = swapped.group(1).upper(), swapped.group(2)
+            here = "" if count is None else f"{count}x"
+            first = f"'{number}x{name}' for {number} in one machine, or " if count is None else ""
+            raise UserError(
+                f"hardware {text!r}: the number of GPUs comes first and that of machines is said as nodes; say {first}"
+                f"'{here}{name} x {number} nodes'"
+            )
         if not re.search(r"\d", word) or re.search(r"[x×*,;]\s*\d+$|\bnodes?\b", word):
             raise UserError(f"hardware {text!r}: {word!r} is no GPU kind; say {GRAMMAR}")
         near = difflib.get_close_matches(_key(word), KINDS, n=6, cutoff=0.5)

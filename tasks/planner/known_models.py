@@ -139,20 +139,36 @@ KNOWN: dict[str, Config] = {
         "add_qkv_bias": True,
         "tie_word_embeddings": False,
     },
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+    },
     "gemma-2-9b": _decoder("gemma2", 3584, 14336, 42, 16, 8, 256000, 8192, head_dim=256, **TIED),
     "llava-1.5-7b": _llava("llava", _VICUNA_7B),
     "llava-v1.6-vicuna-7b": _llava("llava_next", _VICUNA_7B, image_grid_pinpoints=_GRID),
 }
 
 
+ALIASES = {
+    "llava-v1.6-7b": "llava-v1.6-vicuna-7b",
+    "llava-1.6-7b": "llava-v1.6-vicuna-7b",
+    "gpt2-124m": "gpt2",
+}
+
+
 def known_config(name: str) -> Config | None:
     """The config behind a short name, in any case; None if there is none."""
-    return KNOWN.get(name.lower())
+    name = name.lower()
+    return KNOWN.get(ALIASES.get(name, name))
 
 
 def unknown_model(name: str) -> UserError:
     """What to say of a name that is neither known nor found."""
-    near = difflib.get_close_matches(name.lower().split("/")[-1], KNOWN, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower().split("/")[-1], [*KNOWN, *ALIASES], n=3, cutoff=0.5)
     return UserError(
         f"--model {name} is no folder, no config.json and no name known here"
         f"{' (near it: ' + ', '.join(near) + ')' if near else ''}; give a path, a Hugging Face id as owner/name, or "

@@ -92,6 +92,8 @@ def tp_within_a_node(plan: Plan, ground: Ground) -> str | None:
 def sequence_parallel(plan: Plan, ground: Ground) -> str | None:
     if not plan.sequence_parallel:
         return None
+    if plan.engine == "deepspeed":
+        return "sequence_parallel is not part of DeepSpeed's tensor parallelism; use the engine torch, or leave it out"
     if plan.tp == 1:
         return (
             "sequence parallelism with tp=1 has no ranks to cut a row over; use tp=2 or more, or leave it out"
@@ -215,6 +217,8 @@ def engine_fits(plan: Plan, ground: Ground) -> str | None:
 def offload_fits(plan: Plan, ground: Ground) -> str | None:
     if plan.offload != "none" and plan.sharding not in ("zero2", "zero3"):
         return f"offload={plan.offload} needs DeepSpeed's zero2 or zero3 and sharding is {plan.sharding}; use these"
+    if plan.offload == "nvme" and plan.sharding != "zero3":
+        return f"offload=nvme needs zero3 (DeepSpeed's rule) and sharding is {plan.sharding}; use zero3, or offload=cpu"
     if plan.offload_parameters != "none" and plan.sharding != "zero3":
         return f"offload_parameters={plan.offload_parameters} needs zero3 and sharding is {plan.sharding}; use zero3"
     if plan.offload_parameters != "none" and plan.offload == "none":
@@ -237,6 +241,8 @@ def one_process_replicates(plan: Plan, ground: Ground) -> str | None:
 def device_fits(plan: Plan, ground: Ground) -> str | None:
     if plan.device == "cpu" and plan.engine == "deepspeed":
         return "deepspeed is planned for GPUs alone, and training is on the CPU here; use the engine torch"
+    if plan.sharding == "fsdp2" and plan.backend == "gloo" and plan.device == "cuda":
+        return "fsdp2 on GPUs gathers weights over nccl, and ddp_backend is gloo; use nccl or auto, or sharding=none"
     if plan.backend == "nccl" and plan.device == "cpu":
         return "nccl needs CUDA GPUs, and training is on the CPU here; use gloo"
     return None

@@ -23,10 +23,6 @@ from tasks.planner.workload import ELASTANE, Software, Workload, software_of
 
 GIB = 2**30
 
-# NF4 keeps 4 bits a weight and a float32 scale a block of 64; double quantisation makes the scales 8 bits
-# and adds a float32 a block of 256 scales (QLoRA, arXiv:2305.14314, section 3): 0.5 + 1/64 + 4/(64 x 256).
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-
 # NCCL keeps buffers a communicator; a CPU process with torch, transformers and peft loaded has 0.4 GiB resident
 # (measured).
 FIXED_NCCL = 0.4 * GIB
@@ -102,7 +98,10 @@ def _stage(
         pieces = 8 if software.chunked_loss else 1
         terms["logits"] = tokens * spec.vocab * size / share / pieces
     terms["fixed"] = fixed_bytes(plan, software)
-    if plan.accumulation == 1 and not software.gradients_stay:
+    ddp = (
+        plan.sharding == "none" and plan.data_parallel > 1
+    )  # keeps its buckets, and gradients are views of them
+    if plan.accumulation == 1 and not software.gradients_stay and not ddp:
         # The backward pass frees activations and logits as it makes gradients: only the excess adds to the peak.
         freed = terms["activations"] + terms.get("logits", 0.0)
         terms["gradients"] = max(0.0, terms["gradients"] - freed)
@@ -172,7 +171,7 @@ def _states(
     if not whole:
         terms["casts"] = cast * (max(trained - tables, 0) if work.method == "full" else trained)
     else:
-        width = compute if work.method != "qlora" else NF4_BYTES + compute / 4
+        width = compute if work.method != "qlora" else software.four_bit + compute / 4
         terms["gathered"] = GATHERED_UNITS * max(layer, tables) * width
         if work.method == "full":
             terms["gathered"] += max(layer, tables) * software.gradient
@@ -193,7 +192,7 @@ def _frozen_bytes(spec: ModelSpec, work: Workload, software: Software) -> float:
         return plain
     linear = spec.layers * sum(d_in * d_out for _, d_in, d_out in spec.linear_shapes)
     share = min(1.0, linear / spec.parameters)
-    return share * NF4_BYTES + (1 - share) * plain
+    return share * software.four_bit + (1 - share) * plain
 
 
 def fixed_bytes(plan: Plan, software: Software = ELASTANE) -> float:
@@ -207,11 +206,14 @@ def fixed_bytes(plan: Plan, software: Software = ELASTANE) -> float:
 
 
 def save_bytes(spec: ModelSpec, plan: Plan, work: Workload, terms: dict[str, int]) -> int:
-    """The peak while a sharded checkpoint is written: all states, no activations, one gathered layer beside them."""
+    """The peak while a sharded checkpoint is written: all states, no activations, and beside them one gathered layer,
+    or with frozen weights what is trained.
+    """
     kept = sum(
         terms.get(name, 0) for name in ("weights", "gradients", "optimizer", "casts", "buckets", "fixed")
     )
-    return int(kept + spec.layer_parameters / plan.tp * FLOAT32)
+    beside = spec.layer_parameters / plan.tp if work.method == "full" else trainable_parameters(spec, work)
+    return int(kept + beside * FLOAT32)
 
 
 def evaluation_bytes(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from tasks.contracts import Candidate, CostEstimate, Plan
+from tasks.errors import UserError
 from tasks.planner.legal import RULES, broken
 from tasks.planner.problem import Pins, Problem
 from tasks.planner.space import RuledOut, complexity, layouts, levels, micro_batches
@@ -17,6 +19,10 @@ MOST_NODES = 8
 A_NODE = 8
 WAYS = 3
 LIGHTER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
+
+
+class NothingFits(UserError):
+    """Every legal plan needs too much memory; a pin that breaks a rule is a plain UserError."""
 
 
 def too_large(problem: Problem, plan: Plan, cost: CostEstimate, fitting: Sequence[Plan]) -> str:
@@ -58,9 +64,10 @@ def _neighbours(problem: Problem, plan: Plan) -> Iterator[str]:
     for sequence in _lengths(problem):
         changed = _shorter(problem, sequence)
         if fits(changed, plan):
-            yield f"at max_length {sequence}"
+            yield f"at {problem.say('sequence', sequence)}"
             break
-    for factor in (2, 4, 8) if plan.dp_shard > 1 and plan.accumulation > 1 else ():
+    growing = plan.device == "cuda" and plan.dp_shard > 1 and plan.accumulation > 1
+    for factor in (2, 4, 8) if growing else ():
         if plan.accumulation % factor == 0:
             more = {"dp_shard": plan.dp_shard * factor, "accumulation": plan.accumulation // factor}
             changed = _grown(problem, plan.world_size * factor)
@@ -88,8 +95,8 @@ def nothing_fits(problem: Problem, unfit: Sequence[tuple[Plan, CostEstimate]]) -
     ways = _ways_out(problem)
     if not ways:
         ways = [
-            "use a smaller model, a smaller prepare_data.max_length "
-            f"(longest row: {problem.work.sequence} tokens) or a device with more memory"
+            f"use a smaller model, rows shorter than {problem.say('sequence', problem.work.sequence)} tokens or a "
+            "device with more memory"
         ]
     return (
         f"no plan fits: {problem.work.method} fine-tuning of this {problem.spec.parameters / 1e9:.2f} B "
@@ -98,10 +105,13 @@ def nothing_fits(problem: Problem, unfit: Sequence[tuple[Plan, CostEstimate]]) -
 
 
 def _ways_out(problem: Problem) -> list[str]:
-    """Changes that would make it fit: dropping the pins, a lighter method, more GPUs, shorter rows."""
+    """Changes that would make it fit: fewer pins, a lighter method, more GPUs, shorter rows."""
 
     def told(text: str, changed: Problem) -> str | None:
-        found = first_fit(changed)
+        try:
+            found = first_fit(changed)
+        except UserError:  # with this pin open, another one breaks a rule
+            return None
         if found is None:
             return None
         plan, cost = found
@@ -110,22 +120,33 @@ def _ways_out(problem: Problem) -> list[str]:
     free = problem.changed(pins=Pins(gpus=problem.pins.gpus, backend=problem.pins.backend))
     ways: list[str | None] = []
     if problem.evaluation_rows > 1:
-        ways.append(told("set evaluate.batch_size=1", problem.changed(evaluation_rows=1)))
+        ways.append(told(f"use {problem.say('evaluation_rows', 1)}", problem.changed(evaluation_rows=1)))
     if ways and ways[0]:
         return [ways[0]]
-    if problem.pins.any:
-        ways.append(told("leave those keys of select_strategy auto", free))
-    if ways and ways[-1]:
-        return [ways[-1]]
+    fewer = _first(_fewer_pins(problem), lambda pair: told(*pair))
+    if fewer:
+        return [fewer]
     for method in _methods(problem):
         changed = free.changed(work=replace(problem.work, method=method, lora_targets="all-linear"))
-        ways.append(told(f"use train.finetuning_type={method}", changed))
+        ways.append(told(f"use {problem.say('method', method)}", changed))
         if ways[-1]:
             break
     ways.append(_first(_more_gpus(free), lambda pair: told(*pair)))
-    lengths = ((f"set prepare_data.max_length={n}", _shorter(free, n)) for n in _lengths(problem))
+    lengths = ((f"use {problem.say('sequence', n)}", _shorter(free, n)) for n in _lengths(problem))
     ways.append(_first(lengths, lambda pair: told(*pair)))
     return [way for way in ways if way]
+
+
+def _fewer_pins(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """The same with one pin left open, with two, with none kept; in the words in which they were said."""
+    said = dict(reversed(problem.pins.said.items()))
+    for size in sorted({1, 2, len(said)}):
+        for names in combinations(said, size):
+            options = [problem.say(name, said[name]) for name in names if name in problem.options]
+            keys = [problem.say(name, "auto") for name in names if name not in problem.options]
+            words = [f"leave out {' and '.join(options)}"] if options else []
+            words += [f"set {' and '.join(keys)}"] if keys else []
+            yield " and ".join(words), problem.changed(pins=replace(problem.pins, **dict.fromkeys(names)))
 
 
 def _first(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -25,6 +25,12 @@ DEGREES = {
     "pp": "pipeline_parallel_degree",
     "micro_batch": "per_device_train_batch_size",
     "accumulation": "gradient_accumulation_steps",
+}
+OTHER_KEYS = {
+    "backend": "select_strategy.ddp_backend",
+    "evaluation_rows": "evaluate.batch_size",
+    "method": "train.finetuning_type",
+    "sequence": "prepare_data.max_length",
 }
 WORDS = (
     "activation_checkpointing",
@@ -69,12 +75,17 @@ class Pins:
             return None if value == "auto" else value
 
         named = {field: said(key) for field, key in DEGREES.items()}
-        named["activation_checkpointing"] = said("activation_checkpointing")
+        named |= {key: said(key) for key in ("activation_checkpointing", "sharding")}
         return cls(**named, engine=said("engine"), backend=said("ddp_backend"))  # type: ignore[arg-type]
 
     @property
-    def any(self) -> bool:
-        return self != Pins(gpus=self.gpus, backend=self.backend)
+    def said(self) -> dict[str, object]:
+        """What is wished for, the most GPUs and the backend aside."""
+        return {
+            part.name: value
+            for part in fields(self)
+            if (value := getattr(self, part.name)) is not None and part.name not in ("gpus", "backend")
+        }
 
     def allow(self, plan: Plan) -> bool:
         """Whether a plan is as wished, its micro-batch aside."""
@@ -86,7 +97,10 @@ class Pins:
 
 @dataclass(frozen=True)
 class Problem:
-    """One search. `batch` is the global batch, `margin` the share of memory kept free."""
+    """One search. `batch` is the global batch, `margin` the share of memory kept free.
+
+    `options` are how values were said on a command line, such as {"tp": "--tp {}"}; others are keys of params.yaml.
+    """
 
     spec: ModelSpec
     hardware: HardwareProfile
@@ -98,9 +112,17 @@ class Problem:
     evaluation_rows: int = 8
     rates: Rates | None = None
     corrections: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def changed(self, **values: object) -> Problem:
         return replace(self, **values)  # type: ignore[arg-type]
+
+    def say(self, name: str, value: object) -> str:
+        """A value as its user writes it: an option, or a key of params.yaml."""
+        if name in self.options:
+            return self.options[name].format(value)
+        key = OTHER_KEYS.get(name) or f"select_strategy.{DEGREES.get(name, name)}"
+        return f"{key}={value}"
 
     @cached_property
     def machine(self) -> Machine:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from tasks.contracts import Candidate, CostEstimate, Plan
 from tasks.errors import UserError
 from tasks.planner.compute import model_flops
-from tasks.planner.nearest import nothing_fits, too_large, with_neighbours
-from tasks.planner.problem import Problem
+from tasks.planner.legal import STEP, broken
+from tasks.planner.nearest import NothingFits, nothing_fits, too_large, with_neighbours
+from tasks.planner.problem import WORDS, Problem
 from tasks.planner.space import RuledOut, complexity, layouts, levels, micro_batches
 from tasks.planner.words import excess
 
 NEAR_TIE = 1.02
 FEW = 64  # layouts up to which every micro-batch and level is costed
-KEPT = 60  # plans that fit, and rejections, that are told one by one
+KEPT = 60  # plans that fit that are told one by one where there are many
 NEIGHBOURS = 6  # rejections for which other methods, GPUs and lengths are tried
 HOPELESS = 1.3  # layouts slower than so many times the best even at the data sheet's peak are not costed
 
@@ -24,9 +25,10 @@ Costed = tuple[Plan, CostEstimate]
 
 @dataclass
 class Found:
-    """What a search saw. `fitting` best first, at most KEPT of them; of `rejected` first the nearest of each kind.
+    """What a search saw. `fitting` best first, of many the best KEPT; of `rejected` first the nearest of each kind.
 
-    `fit` and `unfit` count plans (of unfit ones the smallest micro-batch of a layout and level counts for all larger);
+    `rejected` has all that need too much memory: the smallest such micro-batch of a layout and level stands for the
+    larger ones. `fit` and `unfit` count them;
     `hopeless` layouts would be far slower even at the peak rate and were not costed; `ruled_out` broke a rule, one
     plan a sentence.
     """
@@ -47,22 +49,28 @@ def search(problem: Problem) -> Found:
     """All legal plans of this machine: micro_batch x accumulation x data-parallel degree is always the global batch.
 
     Raises:
-        UserError: a pinned value breaks a rule, or nothing fits.
+        NothingFits: every legal plan needs too much memory.
+        UserError: a pinned value breaks a rule.
     """
     ruled_out = RuledOut()
-    fitting, unfit, hopeless = _cost_all(problem, _layouts(problem, ruled_out))
+    found = legal_layouts(problem, ruled_out)
+    fitting, unfit, hopeless = _cost_all(problem, found)
     may = problem.capabilities.offload and problem.capabilities.disk
     if not fitting and may and problem.hardware.device == "cuda":
         on_disk = (plan for plan in layouts(problem, RuledOut(), nvme=True) if plan.offload == "nvme")
         fitting, more, _ = _cost_all(problem, list(on_disk))
         unfit += more
+    if not fitting and not unfit:
+        raise UserError(
+            next(_without_step(problem, found), "no micro-batch is as pinned; leave some pins open")
+        )
     if not fitting:
-        raise UserError(nothing_fits(problem, unfit))
+        raise NothingFits(nothing_fits(problem, unfit))
     ranked = _ranked(problem, fitting)
     kept = [plan for plan, _ in ranked]
     rejected = [
         Candidate(plan=plan, estimate=cost, rejected=too_large(problem, plan, cost, kept))
-        for plan, cost in _told(unfit)[:KEPT]
+        for plan, cost in _told(unfit)
     ]
     return Found(
         fitting=[Candidate(plan=plan, estimate=cost, rejected=None) for plan, cost in ranked],
@@ -74,12 +82,52 @@ def search(problem: Problem) -> Found:
     )
 
 
-def _layouts(problem: Problem, ruled_out: RuledOut) -> list[Plan]:
+def legal_layouts(problem: Problem, ruled_out: RuledOut) -> list[Plan]:
+    """All layouts as pinned.
+
+    Raises:
+        UserError: there are none; the rule that stands against it.
+    """
     found = list(layouts(problem, ruled_out))
     if not found:
-        said = next(iter(ruled_out.values()), None)
-        raise UserError(said[1] if said else "no legal plan is as pinned; leave some of the pins open")
+        said = next(_faults(problem, ruled_out), "no legal plan is as pinned; leave some of the pins open")
+        raise UserError(said)
     return found
+
+
+def _faults(problem: Problem, ruled_out: RuledOut) -> Iterator[str]:
+    """Why no plan is as pinned: the rule that such a plan breaks, else that of a plan made so, else any."""
+    pins = problem.pins
+    level = {"activation_checkpointing": pins.activation_checkpointing or "none"}
+    for (rule, *_), (plan, sentence) in ruled_out.items():
+        # A plan that breaks the rule of sequence parallelism goes on without it.
+        if rule != "sequence_parallel" and pins.allow(plan.model_copy(update=level)):
+            yield sentence
+    wished = {name: value for name in WORDS if (value := getattr(pins, name)) is not None}
+    if pins.sharding is not None:
+        wished.setdefault("engine", "deepspeed" if pins.sharding.startswith("zero") else "torch")
+    opened = problem.changed(pins=replace(pins, **dict.fromkeys(WORDS)))
+
+    def changes(plan: Plan) -> int:
+        return sum(getattr(plan, name) != value for name, value in wished.items())
+
+    for plan in sorted(layouts(opened, RuledOut()), key=changes):
+        if fault := broken(plan.model_copy(update=wished), problem.ground):
+            yield fault.sentence
+    yield from (sentence for _, sentence in ruled_out.values())
+
+
+def _without_step(problem: Problem, found: list[Plan]) -> Iterator[str]:
+    """Why no pinned micro-batch goes with the layouts: the rule of their schedule."""
+    pins = problem.pins
+    for layout in found:
+        share = problem.batch // layout.data_parallel
+        micro = pins.micro_batch or share // (pins.accumulation or share)
+        step = layout.model_copy(
+            update={"micro_batch": micro, "accumulation": max(1, share // max(1, micro))}
+        )
+        if fault := broken(step, problem.ground, STEP):
+            yield fault.sentence
 
 
 # --- cost ---------------------------------------------------------------------------------------

@@ -167,7 +167,8 @@ def _sharings(problem: Problem, dp: int, tp: int, nvme: bool) -> list[Sharing]:
     if problem.capabilities.offload:
         wheres = {"cpu"} | ({"nvme"} if nvme else set()) | ({pins.offload} if pins.offload else set())
         for where in sorted(wheres - {"none"}):
-            found += [Sharing("deepspeed", zero, 1, dp, where) for zero in ("zero2", "zero3")]
+            stages = ("zero3",) if where == "nvme" else ("zero2", "zero3")
+            found += [Sharing("deepspeed", zero, 1, dp, where) for zero in stages]
             found.append(Sharing("deepspeed", "zero3", 1, dp, where, where))
     return found
 
@@ -251,6 +252,28 @@ def check_pins(problem: Problem) -> None:
                 f"needs data_parallel_degree={left} to make train.global_batch={batch}, but there are {largest} "
                 "visible GPU(s); leave one of the two auto"
             )
+    _check_sharding(problem)
+
+
+def _check_sharding(problem: Problem) -> None:
+    """fsdp2 needs ranks to share weights out over."""
+    pins = problem.pins
+    if pins.sharding != "fsdp2" or set(_data_parallel(problem, (pins.tp or 1) * (pins.pp or 1))) - {1}:
+        return
+    if pins.data_parallel == 1:
+        why, way = "data_parallel_degree=1 leaves one", "data_parallel_degree=2 or more"
+    elif problem.hardware.device == "cpu":
+        why = "a CPU is given one process unless a degree is said"
+        way = "data_parallel_degree=2 or more"
+    elif problem.most_ranks == 1:
+        why, way = "1 GPU can be used here", "more GPUs"
+    else:
+        why = f"no degree above 1 divides what the other keys leave of train.global_batch={problem.batch}"
+        way = "another batch"
+    raise UserError(
+        f"select_strategy.sharding=fsdp2 shares weights out over two data-parallel ranks or more, and {why}; "
+        f"use {way}, or sharding=auto"
+    )
 
 
 def _check_trainable(problem: Problem) -> None:

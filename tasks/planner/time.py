@@ -8,10 +8,10 @@ from tasks.contracts import ModelSpec, Plan
 from tasks.planner.activations import COMPUTE_BYTES, FLOAT32
 from tasks.planner.compute import head_pass, layer_pass, vision_pass
 from tasks.planner.machine import Machine
-from tasks.planner.memory import NF4_BYTES, stage_parameters
+from tasks.planner.memory import stage_parameters
 from tasks.planner.network import Group, point_to_point, ring_seconds
 from tasks.planner.stages import stage_layers
-from tasks.planner.workload import ELASTANE, Software, Workload
+from tasks.planner.workload import ELASTANE, Software, Workload, row_width
 
 # AdamW reads weight, gradient and two moments and writes three; norm and clipping touch the gradient thrice.
 OPTIMIZER_BYTES = (4 + 3 + 3) * FLOAT32
@@ -29,7 +29,7 @@ def seconds(
     """
     if machine.device == "cpu":
         machine = replace(machine, peak=machine.peak / plan.world_size)  # ranks of one CPU share its cores
-    width = plan.micro_batch * (work.sequence if work.padded else work.mean_row)
+    width = plan.micro_batch * row_width(work, plan)
     stages = stage_layers(spec, plan.pp, software.stage_split)
     layer = layer_pass(spec, plan, work, machine, software, width)
     head = head_pass(spec, plan, work, machine, software, width)
@@ -143,7 +143,7 @@ def _data_traffic(
             scattered *= plan.accumulation
         hidden = software.overlap * min(scattered, last)
         return scattered - hidden + ring_seconds(machine, inner, trained * compute, 1) + outside
-    weights = held * (NF4_BYTES if work.method == "qlora" else compute)
+    weights = held * (software.four_bit if work.method == "qlora" else compute)
     each = 2 * ring_seconds(machine, inner, weights, 1) + ring_seconds(machine, inner, trained * compute, 1)
     extra = each * plan.accumulation
     if plan.offload_parameters != "none":

@@ -11,6 +11,14 @@ def gib(number: float) -> str:
     return f"{number / GIB:.1f}" if number >= 0.1 * GIB else f"{number / GIB:.2f}"
 
 
+def seconds(number: float) -> str:
+    """Seconds, in ms or µs where they are few."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e-6:.3g} µs"
+
+
 def settings(plan: Plan) -> str:
     """ddp2, micro-batch 4 x accumulation 2, activation_checkpointing=none"""
     schedule = f", {plan.schedule}" if plan.pp > 1 else ""

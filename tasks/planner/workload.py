@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from tasks.contracts import DataManifest, Plan, Precision
@@ -12,13 +13,17 @@ from tasks.params import TrainParams
 Method = Literal["full", "lora", "qlora"]
 StageSplit = Literal["even", "by_flops"]
 
+# NF4 keeps 4 bits a weight and a float32 scale a block of 64; double quantisation makes the scales 8 bits
+# and adds a float32 a block of 256 scales (QLoRA, arXiv:2305.14314, section 3): 0.5 + 1/64 + 4/(64 x 256).
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+
 
 @dataclass(frozen=True)
 class Workload:
     """One recipe in numbers.
 
     `sequence` is the longest row in tokens, image tokens included, and decides memory; `mean_row` the average row
-    and decides speed. `padded` micro-batches are filled up to their longest row (about `sequence`), packed or even
+    and decides speed. `padded` micro-batches are filled up to their longest row, see `row_width`; packed or even
     ones are not. `tiles` vision tiles an average row has, `longest_tiles` the fullest row.
     """
 
@@ -33,6 +38,26 @@ class Workload:
     longest_tiles: int = 0
     train_tower: bool = False
     train_embeddings: bool = False
+
+
+def row_width(work: Workload, plan: Plan) -> float:
+    """Tokens a row of an average micro-batch is filled up to.
+
+    Samples of a step are dealt out by length (tasks/data/order.py): `accumulation` groups, each filled up to its own
+    longest row. Lengths are taken to be spread as longest x u^k with u even in 0..1 and k such that the mean is right.
+    """
+    if not work.padded or plan.micro_batch * plan.data_parallel == 1 or work.sequence <= work.mean_row:
+        return work.mean_row
+    power = work.sequence / work.mean_row - 1
+    return work.sequence * _mean_group_end(round(power, 3), plan.accumulation, plan.global_batch)
+
+
+@lru_cache(maxsize=4096)
+def _mean_group_end(power: float, groups: int, rows: int) -> float:
+    """The mean, over `groups` equal groups of `rows` sorted rows, of the last row's (position / rows) ** power."""
+    size = rows / groups
+    ends = (((group + 1) * size - 0.5) / rows for group in range(groups))
+    return float(sum(end**power for end in ends)) / groups
 
 
 @dataclass(frozen=True)
@@ -56,19 +81,20 @@ class Software:
 
     Full tuning keeps `weight` + `cast` (the copy autocast makes) + `gradient` + `accumulated` (a float32 sum beside
     the gradients while accumulating) + `moments` + `master`. `frozen` is the stored width of frozen weights (None:
-    the compute precision). `saved` overrides the activation table, `ungated_saved` for MLPs with one up projection.
-    `scores` bytes a head and pair of positions are kept by attention that stores its scores (0 for flash). `logits`
-    bytes a token and vocabulary entry stand at the peak; `chunked_loss` computes the loss in pieces instead.
-    `gathered_inputs` bytes a token and hidden entry of a layer stay unsharded under tensor parallelism without
-    pipeline stages. Selective checkpointing keeps the share
-    `selective` of the matrix products' outputs. Unless `gradients_stay`, there are none while the only micro-batch
-    of a step goes forward. `loads_whole`: every rank reads the whole model before it is sharded. `context`
-    bytes are outside the allocator, `reserved` is the ratio of reserved to allocated memory. `elementwise` bytes of
-    traffic, a token and hidden (`[0]`) or ffn entry (`[1]`), are what a layer's forward pass moves beside its
-    matmuls. `launch` seconds is the least time of a layer's forward pass, for its kernels cannot be launched faster;
-    each adapter adds `adapter_launch`. `overlap` is the share of the data-parallel traffic that may hide behind
-    computing. `host_wait` seconds a tensor-parallel rank are the least a layer takes, without and with pipeline
-    stages: what the host spends on cutting and joining tensors for collectives.
+    the compute precision), `four_bit` of NF4 ones. `saved` overrides the activation table. `scores` bytes a head and
+    pair of positions are kept by attention that stores its scores (0 for flash). `logits` bytes a token and
+    vocabulary entry stand at the peak; `chunked_loss` computes the loss in pieces instead. `gathered_inputs` bytes a
+    token and hidden entry of a layer stay unsharded under tensor parallelism without pipeline stages. Selective
+    checkpointing keeps the share `selective` of the matrix products' outputs. Unless `gradients_stay`, there are none
+    while the only micro-batch of a step goes forward. `loads_whole`: every rank reads the whole model before it is
+    sharded. `context` bytes are outside the allocator, `reserved` is the ratio of reserved to allocated memory.
+
+    `elementwise` bytes of traffic, a token and hidden (`[0]`) or ffn entry (`[1]`), are what a layer's forward pass
+    moves beside its matmuls. `launch` seconds is the least time of a layer's forward pass, for its kernels cannot be
+    launched faster; each adapter adds `adapter_launch`, each 4-bit matrix `four_bit_launch`, and gathering sharded
+    weights `gather_launch` (the last two are read off LitGPT's and Qwen's published runs). `overlap` is the share of
+    the data-parallel traffic that may hide behind computing. `host_wait` seconds a tensor-parallel rank are the least
+    a layer takes, without and with pipeline stages: what the host spends on cutting and joining tensors.
     """
 
     name: str
@@ -80,6 +106,7 @@ class Software:
     master: float = 0
     bucket: float = 4
     frozen: float | None = None
+    four_bit: float = NF4_BYTES
     saved: Mapping[tuple[str, int], SavedBytes] = field(default_factory=dict)
     residual: float | None = None
     scores: float = 0
@@ -94,6 +121,8 @@ class Software:
     elementwise: tuple[float, float] = (60.0, 12.0)
     launch: float = 1.0e-3
     adapter_launch: float = 0.2e-3
+    four_bit_launch: float = 0.1e-3
+    gather_launch: float = 1.0e-3
     gradients_stay: bool = False
     host_wait: tuple[float, float] = (0.0, 0.0)
     overlap: float = 0.9
@@ -125,6 +154,7 @@ def workload(train: TrainParams, manifest: DataManifest, precision: Precision) -
     return Workload(
         method=train.finetuning_type,
         precision=precision,
+        padded=True,
         sequence=split.longest,
         mean_row=split.tokens / split.rows,
         lora_rank=train.lora.rank,

@@ -25,10 +25,11 @@ class Mark:
 
 
 class StepClock:
-    """Sums compute and exposed communication over steps.
+    """Sums compute and, under DDP, exposed communication over steps.
 
     Exposed communication is the time from the last gradient bucket's computation to the end of the
-    backward pass, in which the rank only waits for reductions (and for slower ranks).
+    backward pass, in which the rank only waits for reductions (and for slower ranks). FSDP2 gathers and scatters
+    between the layers of both passes, which is not told apart: it counts as compute.
     """
 
     def __init__(self, module: torch.nn.Module, cuda: bool) -> None:

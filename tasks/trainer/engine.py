@@ -54,7 +54,7 @@ class Engine(Protocol):
         ...
 
     def export(self, folder: Path) -> None:
-        """Writes the trained weights in Hugging Face's or PEFT's layout (rank 0 writes)."""
+        """Writes the trained weights in Hugging Face's or PEFT's layout (collective; rank 0 writes)."""
         ...
 
     def parameter_counts(self) -> tuple[int, int]:

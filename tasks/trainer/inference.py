@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tasks.contracts import Score
 from tasks.data.order import MicroBatch
 from tasks.data.prepared import Split
+from tasks.stage import lively
 from tasks.trainer.loop import collate
 
 Messages = list[dict[str, str]]
@@ -52,15 +53,16 @@ def score(model: PreTrainedModel, split: Split, rows: Sequence[int], batch_size:
     lengths = split.lengths()
     ordered = sorted(rows, key=lambda row: (int(lengths[row]), row))
     total, count = 0.0, 0
-    for start in tqdm(
+    bar = tqdm(
         range(0, len(ordered), batch_size),
         desc=f"evaluate {label}",
         unit="batch",
         mininterval=0.5 if sys.stderr.isatty() else 2,
-    ):
+    )
+    for start in bar:
         batch = collate(split, MicroBatch(tuple(ordered[start : start + batch_size]), True))
         ids, labels = batch.input_ids.to(model.device), batch.labels.to(model.device)
-        with torch.inference_mode():
+        with lively(bar), torch.inference_mode():
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         targets = labels[:, 1:]
         learnt = targets != -100

@@ -18,9 +18,11 @@ from tasks.data.order import MicroBatch, SampleOrder, deal
 from tasks.data.prepared import Split
 from tasks.errors import PREEMPTED_EXIT_CODE
 from tasks.params import TrainParams
+from tasks.stage import lively
 from tasks.trainer.checkpoint import load_newest, save_checkpoint
 from tasks.trainer.engine import Batch, Engine, StepResult
 from tasks.trainer.guards import StopSignals, check_finite
+from tasks.trainer.mesh import data_rank
 from tasks.trainer.performance import Stopwatch
 from tasks.trainer.run_state import StepLog, StepRecord
 from tasks.trainer.tracking import Tracker
@@ -91,7 +93,8 @@ def train_loop(
         due = time.monotonic() - saved_at >= job.train.checkpoint_every_seconds and job.rank == 0
         samples = job.order.samples(step)
         begin = time.perf_counter()
-        result = _one_step(engine, job, lengths, watch, samples, (due, signals.received is not None))
+        with lively(bar):
+            result = _one_step(engine, job, lengths, watch, samples, (due, signals.received is not None))
         check_finite(result.loss, result.grad_norm, step, job.precision)
         tokens = int(lengths.tokens[samples].sum())
         watch.count(tokens)
@@ -122,7 +125,8 @@ def _one_step(
 ) -> StepResult:
     begin = time.perf_counter()
     plan = job.plan
-    micros = deal(samples.tolist(), lengths.tokens, plan.micro_batch, plan.data_parallel, job.rank)
+    share = data_rank(plan, job.rank)
+    micros = deal(samples.tolist(), lengths.tokens, plan.micro_batch, plan.data_parallel, share)
     batches = [collate(job.split, micro) for micro in micros]
     watch.data_wait += time.perf_counter() - begin
     return engine.train_step(batches, int(lengths.targets[samples].sum()), flags)

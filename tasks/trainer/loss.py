@@ -41,9 +41,5 @@ class TokenLossSum(torch.nn.Module):
             logits = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1][learnt]
         # A micro-batch without a target still takes part in the backward pass, with gradient zero.
         if not len(logits):
-            return logits.sum().float() + 0.0 * self._touch()
+            return logits.sum().float()
         return functional.cross_entropy(logits.float(), targets[learnt], reduction="sum")
-
-    def _touch(self) -> torch.Tensor:
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.stack([parameter.float().sum() for parameter in parameters]).sum()

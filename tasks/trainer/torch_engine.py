@@ -1,4 +1,4 @@
-"""The native engine: torch modules, AdamW, one process or DDP."""
+"""The native engine: torch modules, AdamW, one process, DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, get_scheduler
 
@@ -27,6 +29,11 @@ from tasks.trainer.loading import DTYPES
 from tasks.trainer.parallelize import local_device, parallelize
 
 OPTIONS = StateDictOptions(ignore_frozen_params=True)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor put together on every rank (collective), or the tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class TorchEngine:
@@ -43,7 +50,9 @@ class TorchEngine:
     ) -> None:
         self.train, self.plan, self.precision = train, plan, precision
         self.device = local_device(plan)
-        parts = parallelize(base, train, plan, seed)
+        # Sharded tensors are batched on a GPU only if asked for; a CPU has no such kernels.
+        self._foreach = True if plan.device == "cuda" else None
+        parts = parallelize(base, train, plan, precision, seed)
         self.module, self.model = parts.module, parts.model
         self.trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -68,7 +77,7 @@ class TorchEngine:
         self.step_clock = StepClock(self.module, plan.device == "cuda")
 
     def train_step(self, batches: Sequence[Batch], target_tokens: int, flags: Sequence[bool]) -> StepResult:
-        """See `Engine.train_step`. DDP averages over ranks, hence the factor of the degree."""
+        """See `Engine.train_step`. DDP and FSDP2 average over data ranks, hence the factor of the degree."""
         self.step_clock.start()
         self.optimizer.zero_grad(set_to_none=True)
         scale = self.plan.data_parallel / target_tokens
@@ -80,7 +89,9 @@ class TorchEngine:
             summed += loss.detach().double()
         self.step_clock.reduced()
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.train.max_grad_norm)
+        norm = whole(
+            torch.nn.utils.clip_grad_norm_(self.trainable, self.train.max_grad_norm, foreach=self._foreach)
+        )
         scale_before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -98,7 +109,16 @@ class TorchEngine:
         return result
 
     def _reduce_after(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        if isinstance(self.module, DistributedDataParallel) and not last:
+        """Gradients are reduced after a step's last micro-batch, as far as memory allows.
+
+        FSDP2 would have to keep unreduced gradients whole. For adapters these are small; of all weights they are not,
+        so full tuning scatters them each micro-batch, and only the sum over copies of the shards waits.
+        """
+        if isinstance(self.module, FSDPModule):
+            # In this order: the first sets what the second does, too.
+            self.module.set_requires_gradient_sync(last or self.train.finetuning_type == "full")
+            self.module.set_requires_all_reduce(last)
+        elif isinstance(self.module, DistributedDataParallel) and not last:
             return self.module.no_sync()
         return contextlib.nullcontext()
 
@@ -144,21 +164,30 @@ class TorchEngine:
 
     def export(self, folder: Path) -> None:
         """Adapter or whole weights as safetensors; full weights in the precision of the run."""
+        weights = self._weights()
         if dist.get_rank() != 0:
             return
-        if self.train.finetuning_type == "full":
-            self.model.save_pretrained(folder, state_dict=self._weights())
-        else:
-            self.model.save_pretrained(folder)
-            (folder / "README.md").unlink(missing_ok=True)
+        self.model.save_pretrained(folder, state_dict=weights)
+        (folder / "README.md").unlink(missing_ok=True)
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """All weights in the run's precision; tied ones stay one tensor."""
-        cast: dict[int, torch.Tensor] = {}
-        return {
-            name: cast.setdefault(value.data_ptr(), value.to(DTYPES[self.precision]))
-            for name, value in self.model.state_dict().items()
-        }
+        """Rank 0: what export writes, on the CPU; tied weights stay one tensor. Collective where weights are sharded.
+
+        Shards are put together one parameter at a time, so a device holds one whole parameter beside its shards.
+        """
+        full, first = self.train.finetuning_type == "full", dist.get_rank() == 0
+        gathered: dict[int, torch.Tensor] = {}
+        named: dict[str, torch.Tensor] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if not full and not value.requires_grad:
+                continue
+            if id(value) not in gathered:
+                one = whole(value.detach())
+                if first:
+                    one = one.to(DTYPES[self.precision] if full else one.dtype).cpu()
+                gathered[id(value)] = one if first else one.new_empty(0)
+            named[name] = gathered[id(value)]
+        return named
 
     def parameter_counts(self) -> tuple[int, int]:
         every = list(self.model.parameters())

@@ -87,7 +87,7 @@ def _measure(request: TrialRequest) -> TrialResult:
 
 
 def _random_model(request: TrialRequest) -> PreTrainedModel:
-    """The model of the config with random weights, made where it will train."""
+    """The model of the config with random weights, made where it will train; on the CPU if no device holds it whole."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -97,7 +97,8 @@ def _random_model(request: TrialRequest) -> PreTrainedModel:
     described = json.loads(Path(request.config).read_text(encoding="utf-8"))
     config = AutoConfig.for_model(described.pop("model_type"), **described)
     full = request.train.finetuning_type == "full"
-    with local_device(request.plan):
+    place = local_device(request.plan) if request.plan.sharding == "none" else torch.device("cpu")
+    with place:
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32 if full else DTYPES[request.precision]
         )

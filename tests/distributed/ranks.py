@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def free_port() -> int:
 
 
 def _rank_main(
-    rank: int, world: int, port: int, root: str, run_key: str, stop_at: int | None, errors: object
+    rank: int, world: int, port: int, work: Callable[..., None], arguments: tuple[object, ...], errors: object
 ) -> None:
     os.environ.update(
         {
@@ -49,22 +50,47 @@ def _rank_main(
     )
     import torch
 
+    torch.set_num_threads(1)
+    try:
+        work(*arguments)
+    except BaseException:
+        errors.put(traceback.format_exc())  # type: ignore[attr-defined]
+        raise
+
+
+def run_ranks(world: int, work: Callable[..., None], *arguments: object, code: int = 0) -> None:
+    """Runs `work(*arguments)`, a module's function, in `world` ranks with torchrun's variables; all end with `code`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    errors = context.Queue()
+    port = free_port()
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, world, port, work, arguments, errors))
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(TIMEOUT_SECONDS)
+        if rank.is_alive():
+            rank.kill()
+    said = [] if errors.empty() else [errors.get()]
+    codes = [rank.exitcode for rank in ranks]
+    assert codes == [code] * world, f"exit codes {codes}\n{''.join(said)}"
+
+
+def _train_rank(root: str, run_key: str, stop_at: int | None) -> None:
     from tasks.params import read_params
     from tasks.trainer import worker
     from tasks.trainer.guards import StopSignals
 
-    torch.set_num_threads(1)
     os.chdir(root)
     signals = StopSignals()
     if stop_at is not None:
         _stop_after(stop_at)
-    try:
-        worker.train_rank(
-            read_params(Path(root) / "params.yaml"), Paths(Path(root)), Path(root) / "runs" / run_key, signals
-        )
-    except BaseException:
-        errors.put(traceback.format_exc())  # type: ignore[attr-defined]
-        raise
+    worker.train_rank(
+        read_params(Path(root) / "params.yaml"), Paths(Path(root)), Path(root) / "runs" / run_key, signals
+    )
 
 
 def _stop_after(steps: int) -> None:
@@ -103,22 +129,6 @@ def train(
     WorkerOrder(
         run_key=run_key, plan=plan, resolved=Resolved(precision=precision, token_budget=None), starts=1
     ).write(run / "order.json")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    errors = context.Queue()
-    port, world = free_port(), plan.world_size
-    ranks = [
-        context.Process(target=_rank_main, args=(rank, world, port, str(root), run_key, stop_at, errors))
-        for rank in range(world)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(TIMEOUT_SECONDS)
-        if rank.is_alive():
-            rank.kill()
-    said = [] if errors.empty() else [errors.get()]
-    codes = [rank.exitcode for rank in ranks]
-    expected = 75 if stop_at is not None else 0
-    assert codes == [expected] * world, f"exit codes {codes}\n{''.join(said)}"
+    code = 75 if stop_at is not None else 0
+    run_ranks(plan.world_size, _train_rank, str(root), run_key, stop_at, code=code)
     return Trained(run, StepLog(run).read())

@@ -11,10 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from tasks.commands.plan import Question, parse_pins, plan
+from tasks.commands.plan import plan
 from tasks.commands.plan_inverse import largest, what_hardware
 from tasks.commands.plan_model import model_config
 from tasks.commands.plan_picture import draw, write_picture
+from tasks.commands.plan_pins import parse_pins
+from tasks.commands.plan_question import Question
 from tasks.commands.plan_text import MARK, lines
 from tasks.errors import UserError
 from tasks.paths import Paths
@@ -51,12 +53,21 @@ def test_text_says_choice_memory_time_rejections_and_advice():
         r"compute +[\d.]+ s  █+",
     ):
         assert re.search(pattern, text), pattern
-    assert "today     of the plans that this version trains" in text
+    assert re.search(r"today     this version would train it as \S*fsdp\S+, micro-batch", text)
     assert re.search(
         r"needs [\d.]+ GiB of 71\.3 GiB in training, .*; fits as .*; this plan itself would fit with lora",
         text,
     )
     assert "ruled out" in text and "advice     checkpoints" in text
+
+
+def test_what_only_several_machines_hold_is_said_not_to_fit_today():
+    asked = Question(
+        "llama-2-70b", "8xA100-80G x 4 nodes IB200", "full", sequence=512, mean_row=300, batch=64
+    )
+    assert plan(asked, None).today.startswith(
+        "of the plans that this version trains (one process, DDP or FSDP2"
+    )
 
 
 def test_json_is_one_document():

@@ -85,6 +85,8 @@ def faults(plan, spec, work: Workload, machine: HardwareProfile, batch: int, pin
     rule(plan.sharding != "none" or plan.dp_shard == 1, "nothing shared")
     rule(plan.sharding != "fsdp2" or plan.dp_shard > 1, "fsdp2 over ranks")
     rule(plan.offload == "none" or plan.sharding in ("zero2", "zero3"), "offload needs ZeRO")
+    rule(plan.offload != "nvme" or plan.sharding == "zero3", "NVMe needs zero3")
+    rule(not (zero and plan.sequence_parallel), "DeepSpeed does not split sequences")
     rule(plan.offload_parameters == "none" or plan.sharding == "zero3", "offloaded weights need zero3")
     rule(
         not (work.method == "qlora" and (plan.sharding == "zero3" or plan.tp > 1)), "qlora is whole or fsdp2"

@@ -58,19 +58,22 @@ def random_spec(draw: random.Random):
 def check_now(candidate: Candidate, machine: HardwareProfile, batch: int, pins: dict[str, object]) -> None:
     """The rules of today's trainer, written from their statement and not from the search."""
     plan = candidate.plan
-    assert plan.micro_batch * plan.accumulation * plan.dp_replicate == batch
-    assert (plan.tp, plan.pp, plan.dp_shard, plan.offload) == (1, 1, 1, "none")
-    assert (plan.engine, plan.sharding, plan.replication) == ("torch", "none", "ddp")
+    degree = plan.dp_replicate * plan.dp_shard
+    assert plan.micro_batch * plan.accumulation * degree == batch
+    assert (plan.tp, plan.pp, plan.offload) == (1, 1, "none")
+    assert (plan.engine, plan.replication) == ("torch", "ddp")
+    assert plan.sharding == ("fsdp2" if plan.dp_shard > 1 else "none")
     assert plan.activation_checkpointing in ("none", "full")
     assert plan.device == machine.device
     if machine.device == "cuda":
-        assert plan.dp_replicate <= len(machine.gpus)
+        assert degree <= len(machine.gpus)
         room = min(gpu.memory_bytes for gpu in machine.gpus)
     else:
-        assert plan.dp_replicate == pins.get("data_parallel_degree", 1)
-        room = machine.host_memory_bytes / plan.dp_replicate
+        assert degree == pins.get("data_parallel_degree", 1)
+        room = machine.host_memory_bytes / degree
     for key, value in {
-        "data_parallel_degree": plan.dp_replicate,
+        "data_parallel_degree": degree,
+        "sharding": plan.sharding,
         "per_device_train_batch_size": plan.micro_batch,
         "activation_checkpointing": plan.activation_checkpointing,
     }.items():
@@ -94,12 +97,16 @@ def test_every_candidate_of_random_machines_keeps_the_rules():
             pins["data_parallel_degree"] = draw.choice([n for n in range(1, most + 1) if batch % n == 0])
         if draw.random() < 0.3:
             pins["activation_checkpointing"] = draw.choice(["none", "full"])
+        if draw.random() < 0.2:
+            pins["sharding"] = draw.choice(["none", "fsdp2"])
         train = train_params(global_batch=batch, finetuning_type=draw.choice(["lora", "full"]))
         data = manifest(mean=64, longest=draw.choice([64, 512, 4096]))
         asked = problem(machine, spec, train, strategy_params(**pins), data).changed(evaluation_rows=1)
         try:
             found = search(asked)
         except UserError as error:
+            if "sharding=fsdp2 shares weights out over two" in str(error):
+                continue
             assert re.search(r"needs \d+\.\d+ GiB of \d+\.\d+ GiB", str(error))
             refused += 1
             continue
@@ -118,15 +125,18 @@ def test_every_candidate_of_random_machines_keeps_the_rules():
 
 def test_candidates_are_complete():
     found = {
-        (c.plan.dp_replicate, c.plan.micro_batch, c.plan.accumulation, c.plan.activation_checkpointing)
+        (
+            *(c.plan.dp_replicate, c.plan.dp_shard, c.plan.micro_batch, c.plan.accumulation),
+            c.plan.activation_checkpointing,
+        )
         for c in plans(gpus(3), SMOL, train_params(global_batch=6))
     }
     expected = {
-        (degree, micro, accumulation, level)
-        for degree in (1, 2, 3)
+        (copies, shards, micro, accumulation, level)
+        for copies, shards in ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3))
         for micro in range(1, 7)
         for accumulation in range(1, 7)
         for level in ("none", "full")
-        if degree * micro * accumulation == 6
+        if copies * shards * micro * accumulation == 6
     }
     assert found == expected

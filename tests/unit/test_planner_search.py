@@ -71,7 +71,7 @@ def test_a_cpu_is_one_process_with_a_moderate_micro_batch():
     candidate = chosen(plans(cpu(2)))
     assert (candidate.plan.name, candidate.plan.backend) == ("single", "gloo")
     assert candidate.plan.activation_checkpointing == "none"
-    assert 2 <= candidate.plan.micro_batch <= 8
+    assert 1 <= candidate.plan.micro_batch <= 8
     assert 100 < candidate.estimate.tokens_per_second < 200  # 150 were measured
 
 
@@ -110,13 +110,34 @@ def test_an_unknown_gpu_is_guessed_and_said():
 
 def test_pins_are_kept():
     strategy = strategy_params(
-        data_parallel_degree=2, per_device_train_batch_size=2, activation_checkpointing="full"
+        data_parallel_degree=2,
+        per_device_train_batch_size=2,
+        activation_checkpointing="full",
+        sharding="none",
     )
     candidates = plans(gpus(8), strategy=strategy)
     assert len(candidates) == 1
     plan = chosen(candidates).plan
     assert (plan.dp_replicate, plan.micro_batch, plan.accumulation) == (2, 2, 4)
     assert plan.activation_checkpointing == "full"
+
+
+@pytest.mark.parametrize("machine", [gpus(4), cpu(4)], ids=["gpus", "cpu"])
+def test_pinned_sharding_and_degree_are_shards_times_copies(machine):
+    strategy = strategy_params(data_parallel_degree=4, sharding="fsdp2")
+    found = [candidate.plan for candidate in plans(machine, strategy=strategy)]
+    assert {(plan.dp_replicate, plan.dp_shard) for plan in found} == {(1, 4), (2, 2)}
+    assert {plan.name for plan in found} == {"fsdp4", "dp2fsdp2"}
+    open_to_both = {c.plan.sharding for c in plans(machine, strategy=strategy_params(data_parallel_degree=4))}
+    assert open_to_both == {"none", "fsdp2"}
+
+
+def test_a_model_too_large_for_a_gpu_alone_is_sharded():
+    full, data = train_params(finetuning_type="full"), manifest(longest=512)
+    plan = chosen(plans(gpus(4, gib=80), LLAMA_7B, train=full, data=data)).plan
+    assert (plan.name, plan.engine) == ("fsdp4", "torch")
+    with pytest.raises(UserError, match="no plan fits"):
+        plans(gpus(4, gib=80), LLAMA_7B, train=full, data=data, strategy=strategy_params(sharding="none"))
 
 
 def test_a_cpu_obeys_a_pinned_degree():
@@ -126,8 +147,8 @@ def test_a_cpu_obeys_a_pinned_degree():
 
 def test_both_batch_pins_fix_the_degree():
     strategy = strategy_params(per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    assert {c.plan.dp_replicate for c in plans(gpus(4), strategy=strategy)} == {2}
-    assert {c.plan.dp_replicate for c in plans(cpu(4), strategy=strategy)} == {2}
+    assert {c.plan.data_parallel for c in plans(gpus(4), strategy=strategy)} == {2}
+    assert {c.plan.data_parallel for c in plans(cpu(4), strategy=strategy)} == {2}
     with pytest.raises(UserError, match=r"needs data_parallel_degree=2 .* 1 visible GPU"):
         plans(gpus(1), strategy=strategy)
 
@@ -154,6 +175,19 @@ def test_three_explicit_degrees_make_the_batch():
         (gpus(8), {"tensor_parallel_degree": 2}, "tensor_parallel_degree=2 cannot be trained"),
         (gpus(8), {"pipeline_parallel_degree": 4}, "pipeline_parallel_degree=4 cannot be trained"),
         (cpu(2), {"ddp_backend": "nccl"}, "ddp_backend=nccl needs CUDA GPUs"),
+        (
+            cpu(2),
+            {"sharding": "fsdp2"},
+            "given one process unless a degree is said; use data_parallel_degree=2",
+        ),
+        (gpus(2), {"sharding": "fsdp2", "data_parallel_degree": 1}, "data_parallel_degree=1 leaves one"),
+        (gpus(1), {"sharding": "fsdp2"}, "and 1 GPU can be used here; use more GPUs, or sharding=auto"),
+        (
+            gpus(3),
+            {"sharding": "fsdp2", "per_device_train_batch_size": 16},
+            "train.global_batch=16; use another",
+        ),
+        (gpus(2), {"sharding": "fsdp2", "ddp_backend": "gloo"}, "ddp_backend is gloo; use nccl or auto"),
     ],
 )
 def test_illegal_pins_name_value_rule_and_way_out(machine, pins, sentence):

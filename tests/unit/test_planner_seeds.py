@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.seed_cases import CASES, answer, table
-from tasks.commands.plan import Question, ask
+from tasks.commands.plan_question import Question, ask
 from tasks.planner.problem import Pins
 from tasks.planner.search import search
 

@@ -1,0 +1,73 @@
+"""The device mesh of a plan: which ranks hold copies, shards, slices and stages of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from tasks.contracts import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Outermost first. What talks most is innermost, where neighbouring ranks share a node's fast links.
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan's ranks as a grid: rank numbers count along the last axis first. Axes of degree 1 are left out."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.sizes)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on every axis of AXES (0 on those left out)."""
+        place = dict.fromkeys(AXES, 0)
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            rank, place[axis] = divmod(rank, size)
+        return place
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ along `axes` alone, group by group: those that talk over these axes."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.ranks):
+            place = self.coordinate(rank)
+            found.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(rank)
+        return tuple(tuple(ranks) for ranks in found.values())
+
+
+def layout(plan: Plan) -> Layout:
+    axes = tuple(axis for axis in AXES if getattr(plan, axis) > 1)
+    return Layout(axes, tuple(getattr(plan, axis) for axis in axes))
+
+
+def data_rank(plan: Plan, rank: int) -> int:
+    """Which of the plan's `data_parallel` shares of a step a rank works on; ranks of one model copy have the same."""
+    place = layout(plan).coordinate(rank)
+    return place["dp_replicate"] * plan.dp_shard + place["dp_shard"]
+
+
+def build_mesh(plan: Plan) -> DeviceMesh | None:
+    """The plan's DeviceMesh with named axes; None for a plan of one process.
+
+    Collective: every rank of a process group of `plan.world_size` ranks calls it.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    grid = layout(plan)
+    if not grid.axes:
+        return None
+    return init_device_mesh(plan.device, grid.sizes, mesh_dim_names=grid.axes)
+
+
+def data_mesh(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
+    """The part of the mesh over which weights are shared: (copies, shards), or shards alone."""
+    axes = tuple(axis for axis in DATA_AXES if getattr(plan, axis) > 1)
+    return mesh[axes] if len(axes) > 1 else mesh[axes[0]]
