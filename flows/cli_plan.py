@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,57 +14,63 @@ from tasks.params import Params, read_params
 from tasks.paths import Paths
 from tasks.stage import say
 
+if TYPE_CHECKING:
+    from tasks.commands.plan_question import Question
+
+
+def _number(text: str) -> Any:
+    return typer.Option(min=1, help=text)
+
+
+Model = Annotated[str | None, typer.Option(help="Folder, config.json, Hugging Face id or short name.")]
+Hardware = Annotated[str | None, typer.Option(help="Such as '8xA100-80G x 4 nodes IB400'.")]
+Method = Annotated[Literal["full", "lora", "qlora"] | None, typer.Option(help="Default: lora.")]
+Longest = Annotated[int | None, _number("Longest row in tokens, images included.")]
+Mean = Annotated[float | None, _number("Average row in tokens.")]
+Batch = Annotated[int | None, _number("Rows an optimizer step.")]
+Precision = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option()]
+Size = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels, for vision models.")]
+Images = Annotated[int | None, _number("Images a row (default: 1).")]
+Scored = Annotated[int | None, _number("Rows scored at once in evaluation (default: 8).")]
+Gpus = Annotated[int | None, _number("Use at most so many GPUs.")]
 Number = Annotated[int | None, typer.Option(min=1)]
+Pin = Annotated[list[str] | None, typer.Option(help="More pins, such as sharding=zero3 or offload=cpu.")]
+Picture = Annotated[Path | None, typer.Option(help="Write memory and time of the best plans as a PNG.")]
+WhatHardware = Annotated[bool, typer.Option("--what-hardware", help="Smallest machines that fit.")]
+Largest = Annotated[bool, typer.Option("--largest", help="Largest model and longest row that fit.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
 def plan(  # noqa: PLR0913, PLR0917 - one argument an option
-    model: Annotated[
-        str | None, typer.Option(help="Folder, config.json, Hugging Face id or short name.")
-    ] = None,
-    hardware: Annotated[str | None, typer.Option(help="Such as '8xA100-80G x 4 nodes IB400'.")] = None,
-    method: Annotated[Literal["full", "lora", "qlora"] | None, typer.Option(help="Default: lora.")] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Longest row in tokens, images included.")
-    ] = None,
-    mean_len: Annotated[float | None, typer.Option(min=1, help="Average row in tokens.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Rows an optimizer step.")] = None,
-    precision: Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option()] = None,
+    model: Model = None,
+    hardware: Hardware = None,
+    method: Method = None,
+    seq_len: Longest = None,
+    mean_len: Mean = None,
+    global_batch: Batch = None,
+    precision: Precision = None,
     lora_rank: Number = None,
-    image_size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels, for vision models.")] = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Images a row (default: 1).")] = None,
-    eval_rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows scored at once in evaluation (default: 8).")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Use at most so many GPUs.")] = None,
+    image_size: Size = None,
+    images: Images = None,
+    eval_rows: Scored = None,
+    gpus: Gpus = None,
     micro_batch: Number = None,
     dp: Number = None,
     tp: Number = None,
     pp: Number = None,
-    pin: Annotated[
-        list[str] | None, typer.Option(help="More pins, such as sharding=zero3 or offload=cpu.")
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Write memory and time of the best plans as a PNG.")
-    ] = None,
-    what_hardware: Annotated[
-        bool, typer.Option("--what-hardware", help="Smallest machines that fit.")
-    ] = False,
-    largest: Annotated[
-        bool, typer.Option("--largest", help="Largest model and longest row that fit.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    pin: Pin = None,
+    picture: Picture = None,
+    what_hardware: WhatHardware = False,
+    largest: Largest = False,
+    json: Json = False,
 ) -> None:
     """What a recipe needs and how fast it is, here or on hardware that is only named."""
     from tasks.commands.plan_pins import parse_pins
     from tasks.commands.plan_question import Question
 
     _agree(what_hardware, largest, hardware, picture)
-    words = [*(pin or [])]
-    words += [
-        f"{key}={value}"
-        for key, value in {"gpus": gpus, "micro_batch": micro_batch, "dp": dp, "tp": tp, "pp": pp}.items()
-        if value
-    ]
+    degrees = {"gpus": gpus, "micro_batch": micro_batch, "dp": dp, "tp": tp, "pp": pp}
+    words = [*(pin or []), *(f"{key}={value}" for key, value in degrees.items() if value)]
     question = Question(
         model=model,
         hardware=hardware,
@@ -79,24 +85,31 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument an option
         evaluation_rows=eval_rows,
         pins=parse_pins(words),
     )
-    workspace = _workspace()
     if what_hardware or largest:
-        from tasks.commands import plan_inverse as inverse
-        from tasks.commands.plan_text import inverse_lines
+        _inverse(question, what_hardware, json)
+    else:
+        _forward(question, picture, json)
 
-        found = (inverse.what_hardware if what_hardware else inverse.largest)(question, workspace)
-        _print(found.document(), inverse_lines(found), json)
-        return
+
+def _forward(question: Question, picture: Path | None, json: bool) -> None:
     from tasks.commands.plan import plan as answer_of
     from tasks.commands.plan_text import lines
 
-    answer = answer_of(question, workspace)
+    answer = answer_of(question, _workspace())
     if picture is not None:
         from tasks.commands.plan_picture import write_picture
 
         write_picture(answer.report, picture, answer.name)
         say(f"plan: {picture} shows the best plans")
     _print(answer.document(), lines(answer), json)
+
+
+def _inverse(question: Question, what_hardware: bool, json: bool) -> None:
+    from tasks.commands import plan_inverse as inverse
+    from tasks.commands.plan_text import inverse_lines
+
+    found = (inverse.what_hardware if what_hardware else inverse.largest)(question, _workspace())
+    _print(found.document(), inverse_lines(found), json)
 
 
 def _print(document: dict[str, Any], lines: list[str], json: bool) -> None:

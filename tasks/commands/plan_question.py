@@ -22,6 +22,7 @@ from tasks.planner.workload import Method, Workload
 from tasks.probe.rates import cached_rates
 from tasks.probe_hardware import read_machine
 from tasks.select_strategy import as_problem, natural_precision, read_config, resolve
+from tasks.trials import read_corrections
 
 ROW = 2048  # tokens of a row where nothing is said
 TEXT = 512  # tokens of text beside a row's images where nothing is said
@@ -175,8 +176,15 @@ def _of_model(question: Question, hardware: HardwareProfile, notes: list[str]) -
     )
     if spec.vision is not None:
         notes.append(_about_images(question, spec, work, tokens))
-    rows = question.evaluation_rows or EVALUATION_ROWS
-    return Problem(spec, hardware, work, question.batch or BATCH, EVERYTHING, evaluation_rows=rows)
+    return Problem(
+        spec,
+        hardware,
+        work,
+        question.batch or BATCH,
+        EVERYTHING,
+        evaluation_rows=question.evaluation_rows or EVALUATION_ROWS,
+        corrections=read_corrections(hardware) if question.hardware is None else {},
+    )
 
 
 def _usual_row(spec: ModelSpec, tokens: int) -> int:

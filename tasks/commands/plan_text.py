@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tasks.commands.plan import Answer, trained
 from tasks.commands.plan_inverse import Inverse
 from tasks.contracts import HardwareProfile
-from tasks.planner.explain import SHOWN, bars, cost_of, counts, row, runners_up
+from tasks.planner.explain import CAPTION, SHOWN, bars, cost_of, counts, heading, name_width, row, runners_up
 from tasks.planner.legal import either
 from tasks.planner.problem import Problem
 from tasks.planner.words import gib, moment, seconds, settings
@@ -18,15 +18,17 @@ MARK = "(planned, not yet trained by this version)"
 def lines(answer: Answer) -> list[str]:
     """The question, the choice with its memory and time, runners-up, rejections and advice."""
     problem, report = answer.problem, answer.report
+    others = runners_up(report)[:SHOWN]
+    width = name_width([report.chosen, *others])
     found = [
         *header(answer.name, problem, answer.notes),
         "",
         *_choice(answer),
         "",
-        f"{'runners-up':10} {'plan':14} {'micro':>5} {'accum':>5} {'checkpointing':13} {'GiB':>7} {'tokens/s':>12}",
+        *([f"runners-up {CAPTION}", heading("", width)] if others else []),
     ]
-    for candidate in runners_up(report)[:SHOWN]:
-        found.append(row("", candidate) + ("" if trained(problem, candidate.plan) else f"  {MARK}"))
+    for candidate in others:
+        found.append(row("", candidate, width) + ("" if trained(problem, candidate.plan) else f"  {MARK}"))
     found += ["", *(f"counted    {sentence}" for sentence in counts(report, "--json"))]
     costed = [candidate for candidate in report.rejected if candidate.estimate is not None]
     found += [f"too large  {settings(c.plan)}: {c.rejected}" for c in costed[:SHOWN]]

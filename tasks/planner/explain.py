@@ -13,6 +13,10 @@ from tasks.planner.words import gib, seconds, settings
 
 SHOWN = 5
 BAR = 40
+NAME = 14  # columns of a plan's name, at least
+CAPTION = (
+    f"the best of each other layout, fastest first; within {NEAR_TIE - 1:.0%} the simpler plan comes first"
+)
 
 
 def report(problem: Problem, found: Found, resolved: Resolved) -> PlanReport:
@@ -77,7 +81,9 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def table(report: PlanReport) -> str:
     """The choice, its memory and time by term, the runners-up, the rejected and advice, as lines of text."""
-    cost = cost_of(report.chosen)
+    cost, others = cost_of(report.chosen), runners_up(report)[:SHOWN]
+    costed = [candidate for candidate in report.rejected if candidate.estimate is not None]
+    width = name_width([report.chosen, *others, *costed[:SHOWN]])
     lines = [
         f"Plan: {report.why}",
         f"Precision {report.resolved.precision}, token budget {report.resolved.token_budget or 'none'}, "
@@ -86,14 +92,14 @@ def table(report: PlanReport) -> str:
         f"{gib(cost.memory_limit_bytes)}; at a save {gib(cost.save_bytes)}, in evaluation {gib(cost.evaluation_bytes)}",
         "Step: " + _terms(cost.seconds, seconds) + f" = {seconds(cost.total_seconds)}",
         "",
-        f"{'':9} {'plan':14} {'micro':>5} {'accum':>5} {'checkpointing':13} {'GiB':>7} {'tokens/s':>12}",
-        row("chosen", report.chosen),
+        heading("", width),
+        row("chosen", report.chosen, width),
+        f"{'':9} {CAPTION}:",
     ]
-    lines += [row("", candidate) for candidate in runners_up(report)[:SHOWN]]
+    lines += [row("", candidate, width) for candidate in others]
     lines += [f"{'':9} {sentence}" for sentence in counts(report, "plan.json")]
-    costed = [candidate for candidate in report.rejected if candidate.estimate is not None]
     for candidate in costed[:SHOWN]:
-        lines += [row("rejected", candidate), f"{'':9} {candidate.rejected}"]
+        lines += [row("rejected", candidate, width), f"{'':9} {candidate.rejected}"]
     lines += [
         f"ruled out {candidate.rejected}" for candidate in report.rejected if candidate.estimate is None
     ]
@@ -123,7 +129,7 @@ def counts(report: PlanReport, where: str) -> list[str]:
     """What the table leaves out: how many plans fit, need too much memory, or were not costed, and what `where` has."""
     kept = 1 + len(report.runners_up)
     best = f"the best {kept} are" if kept < report.fit else "all are"
-    found = [f"{report.fit} plans fit, {best} in {where}; within {NEAR_TIE - 1:.0%} the simpler comes first"]
+    found = [f"{report.fit} plans fit, {best} in {where}"]
     if report.unfit:
         found.append(
             f"{report.unfit} need too much memory (the smallest micro-batch of a layout and level stands for the "
@@ -137,10 +143,20 @@ def counts(report: PlanReport, where: str) -> list[str]:
     return found
 
 
-def row(label: str, candidate: Candidate) -> str:
+def name_width(candidates: Sequence[Candidate]) -> int:
+    """Columns that hold the names of the plans."""
+    return max(NAME, *(len(candidate.plan.name) for candidate in candidates))
+
+
+def heading(label: str, width: int) -> str:
+    """Over the rows of `row`."""
+    return f"{label:9} {'plan':{width}} {'micro':>5} {'accum':>5} {'checkpointing':13} {'GiB':>7} {'tokens/s':>12}"
+
+
+def row(label: str, candidate: Candidate, width: int) -> str:
     plan, cost = candidate.plan, cost_of(candidate)
     return (
-        f"{label:9} {plan.name:14} {plan.micro_batch:5} {plan.accumulation:5} {plan.activation_checkpointing:13} "
+        f"{label:9} {plan.name:{width}} {plan.micro_batch:5} {plan.accumulation:5} {plan.activation_checkpointing:13} "
         f"{gib(cost.peak_bytes):>7} {cost.tokens_per_second:12,.0f}"
     )
 

@@ -42,7 +42,7 @@ GIB_A_CORE = 4
 _NODES = re.compile(r"(?:\s*[x×*,]\s*|\s+)(\d+)\s*nodes?$")
 _NETWORK = re.compile(r"(?:^|[\s,+]+)(?:(\d+)\s*[x×*]\s*)?(ib|infiniband|roce|eth|ethernet|efa)[\s-]*(\d+)$")
 _GENERATION = re.compile(r"(?:^|[\s,+]+)(?:(\d+)\s*[x×*]\s*)?(edr|hdr|ndr|xdr)$")
-_COUNT = re.compile(r"^(?:(\d+)\s*[x×*]\s*|(\d{1,3})\s+)(?=\D|\d{4}\b)")
+_COUNT = re.compile(r"^(?:(\d+)\s*[x×*]\s*|(\d{1,3})\s+)(?=\D|\d{4}(?!\d))")
 _SWAPPED = re.compile(r"^(.*\d.*?)\s*[x×*,;]\s*(\d{1,3})$")
 _OTHER_MAKERS = {
     "AMD": re.compile(r"\bmi\s?\d{2,3}[ax]?\b|\bamd\b|radeon|instinct|\brx\s?\d{4}|\bw7\d00\b"),
@@ -184,8 +184,8 @@ def _kind(word: str, text: str, count: int | None) -> tuple[GpuType, tuple[str, 
         for maker, pattern in _OTHER_MAKERS.items():
             if pattern.search(word):
                 raise UserError(
-                    f"hardware {text!r}: {maker} cards are not planned, only NVIDIA's and CPUs; say an NVIDIA card such "
-                    "as H100, or cpu:16"
+                    f"hardware {text!r}: {maker} cards are not planned, only NVIDIA's and CPUs; say one such as H100, "
+                    "or cpu:16"
                 )
         if (swapped := _SWAPPED.match(word)) and _key(swapped.group(1)) in KINDS:
             name, number = swapped.group(1).upper(), swapped.group(2)

@@ -120,7 +120,7 @@ def _ways_out(problem: Problem) -> list[str]:
     free = problem.changed(pins=Pins(gpus=problem.pins.gpus, backend=problem.pins.backend))
     ways: list[str | None] = []
     if problem.evaluation_rows > 1:
-        ways.append(told(f"use {problem.say('evaluation_rows', 1)}", problem.changed(evaluation_rows=1)))
+        ways.append(told(_use(problem, "evaluation_rows", 1), problem.changed(evaluation_rows=1)))
     if ways and ways[0]:
         return [ways[0]]
     fewer = _first(_fewer_pins(problem), lambda pair: told(*pair))
@@ -128,13 +128,17 @@ def _ways_out(problem: Problem) -> list[str]:
         return [fewer]
     for method in _methods(problem):
         changed = free.changed(work=replace(problem.work, method=method, lora_targets="all-linear"))
-        ways.append(told(f"use {problem.say('method', method)}", changed))
+        ways.append(told(_use(problem, "method", method), changed))
         if ways[-1]:
             break
     ways.append(_first(_more_gpus(free), lambda pair: told(*pair)))
-    lengths = ((f"use {problem.say('sequence', n)}", _shorter(free, n)) for n in _lengths(problem))
+    lengths = ((_use(problem, "sequence", n), _shorter(free, n)) for n in _lengths(problem))
     ways.append(_first(lengths, lambda pair: told(*pair)))
     return [way for way in ways if way]
+
+
+def _use(problem: Problem, name: str, value: object) -> str:
+    return f"{'use' if name in problem.options else 'set'} {problem.say(name, value)}"
 
 
 def _fewer_pins(problem: Problem) -> Iterator[tuple[str, Problem]]:

@@ -75,7 +75,10 @@ def search(problem: Problem) -> Found:
     return Found(
         fitting=[Candidate(plan=plan, estimate=cost, rejected=None) for plan, cost in ranked],
         rejected=with_neighbours(problem, rejected, NEIGHBOURS),
-        ruled_out=[Candidate(plan=plan, estimate=None, rejected=why) for plan, why in ruled_out.values()],
+        ruled_out=[
+            Candidate(plan=plan, estimate=None, rejected=why)
+            for why, plan in {why: plan for plan, why in ruled_out.values()}.items()
+        ],
         fit=len(fitting),
         unfit=len(unfit),
         hopeless=hopeless,

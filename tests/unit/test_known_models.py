@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.planner.known_models import KNOWN, known_config, unknown_model
+from tasks.planner.known_models import ALIASES, KNOWN, known_config, unknown_model
 from tasks.planner.model_spec import model_spec
 from tests.unit.published_configs import IN_TRANSFORMERS, OWN_CODE, published
 
@@ -38,6 +38,7 @@ def test_a_known_model_is_the_published_one(name):
         ("baichuan2-7b", 7.506),
         ("bloom-7b1", 7.069),
         ("smollm2-1.7b", 1.711),
+        ("gpt2", 0.124),
     ],
 )
 def test_the_others_have_as_many_parameters_as_their_pages_say(name, billions):
@@ -46,5 +47,7 @@ def test_the_others_have_as_many_parameters_as_their_pages_say(name, billions):
 
 def test_names_are_found_in_any_case_and_near_ones_are_told():
     assert known_config("Llama-3.1-8B") is KNOWN["llama-3.1-8b"]
+    assert known_config("LLaVA-v1.6-7B") is KNOWN["llava-v1.6-vicuna-7b"]
+    assert set(ALIASES.values()) <= set(KNOWN) and not set(ALIASES) & set(KNOWN)
     assert known_config("nothing") is None
     assert "near it: llama-2-7b" in str(unknown_model("llama2-7b"))

@@ -105,14 +105,14 @@ def test_layers_that_run_before_the_projector():
 
 
 def test_key_and_value_heads():
-    def heads(**config):
-        return model_spec(config).kv_heads
+    def heads(family, **config):
+        return model_spec({**config, "model_type": family}).kv_heads
 
-    assert heads(model_type="falcon", **TINY) == 1
-    assert heads(model_type="falcon", **TINY, multi_query=False) == 4
-    assert heads(model_type="falcon", **TINY, new_decoder_architecture=True, num_kv_heads=2) == 2
-    assert heads(model_type="chatglm", num_attention_heads=4, multi_query_group_num=2) == 4
-    assert heads(model_type="chatglm", num_attention_heads=4, multi_query_attention=True) == 1
+    assert heads("falcon", **TINY) == 1
+    assert heads("falcon", **{**TINY, "multi_query": False}) == 4
+    assert heads("falcon", **{**TINY, "new_decoder_architecture": True, "num_kv_heads": 2}) == 2
+    assert heads("chatglm", num_attention_heads=4, multi_query_group_num=2) == 4
+    assert heads("chatglm", num_attention_heads=4, multi_query_attention=True) == 1
     assert model_spec(published("chatglm3-6b")).kv_heads == 2
 
 

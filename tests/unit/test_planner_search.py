@@ -8,10 +8,11 @@ import pytest
 
 from tasks.contracts import Candidate, Link
 from tasks.errors import UserError
+from tasks.planner.capabilities import EVERYTHING
 from tasks.planner.explain import why
-from tasks.planner.nearest import too_large
+from tasks.planner.nearest import NothingFits, too_large
 from tasks.planner.problem import Pins
-from tasks.planner.search import search
+from tasks.planner.search import KEPT, search
 from tests.unit.planner_cases import (
     GIB,
     LLAMA_7B,
@@ -53,7 +54,7 @@ def test_full_7b_on_24_gb_is_refused_with_numbers_and_the_way_out():
     assert limit == pytest.approx(24 * 0.9, abs=0.1)
     assert need > 16 * LLAMA_7B.parameters / GIB
     assert "micro-batch 1" in text and "activation_checkpointing=full" in text
-    assert "use train.finetuning_type=lora, which fits" in text
+    assert "set train.finetuning_type=lora, which fits" in text
 
 
 def test_nothing_helps_names_length_and_model():
@@ -63,8 +64,45 @@ def test_nothing_helps_names_length_and_model():
 
 def test_a_pin_that_does_not_fit_says_to_drop_it():
     strategy = strategy_params(per_device_train_batch_size=16, activation_checkpointing="none")
-    with pytest.raises(UserError, match="leave those keys of select_strategy auto, which fits as"):
+    with pytest.raises(NothingFits) as caught:
         plans(gpus(1, gib=24), LLAMA_7B, strategy=strategy, data=manifest(longest=2048))
+    keys = ("activation_checkpointing", "per_device_train_batch_size")
+    said = " and ".join(f"select_strategy.{key}=auto" for key in keys)
+    assert f"set {said}, which fits as" in str(caught.value)
+
+
+def test_of_two_pins_the_one_that_stands_in_the_way_is_named():
+    asked = problem(gpus(8, gib=80), LLAMA_7B, train_params(finetuning_type="full"))
+    pins = Pins(data_parallel=8, sharding="none", micro_batch=1)
+    with pytest.raises(NothingFits) as caught:
+        search(asked.changed(pins=pins, options={"sharding": "--pin sharding={}"}))
+    assert "; leave out --pin sharding=none, which fits as fsdp8, micro-batch 1 x" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pins", "sentence"),
+    [
+        (
+            Pins(offload="cpu", sharding="none"),
+            "offload=cpu needs DeepSpeed's zero2 or zero3 and sharding is none",
+        ),
+        (Pins(schedule="gpipe", pp=1), "schedule=gpipe does not go with pp=1"),
+        (Pins(engine="deepspeed", sharding="none"), "none is not of the engine deepspeed"),
+        (Pins(offload_parameters="cpu", sharding="zero2"), "offload_parameters=cpu needs zero3"),
+        (Pins(pp=4, schedule="1f1b", micro_batch=16), "1f1b with pp=4 needs at least 4 micro-batches"),
+    ],
+)
+def test_pins_against_each_other_are_answered_by_their_rule(pins, sentence):
+    with pytest.raises(UserError) as caught:
+        search(problem(gpus(8, gib=80), LLAMA_7B, capabilities=EVERYTHING).changed(pins=pins))
+    assert str(caught.value).startswith(sentence) and not isinstance(caught.value, NothingFits)
+
+
+def test_every_rejection_is_kept_with_its_sentence():
+    asked = problem(gpus(8, gib=40), LLAMA_7B, train_params(finetuning_type="full"), capabilities=EVERYTHING)
+    found = search(asked)
+    assert found.unfit > KEPT and len(found.rejected) == found.unfit
+    assert all("too much" in candidate.rejected for candidate in found.rejected)
 
 
 def test_a_cpu_is_one_process_with_a_moderate_micro_batch():
@@ -221,7 +259,7 @@ def test_a_rejection_says_the_term_the_excess_and_what_fits():
     assert re.fullmatch(
         r"needs [\d.]+ GiB of 21\.6 GiB in training, [\d.]+ GiB too much \(weights [\d.]+, activations [\d.]+, .*\); "
         r"fits as single, micro-batch \d+ x accumulation \d+, activation_checkpointing=full; "
-        r"this plan itself would fit at max_length 1024",
+        r"this plan itself would fit at prepare_data\.max_length=1024",
         widest.rejected,
     )
 

@@ -54,7 +54,7 @@ def test_writes_the_plan_and_explains_it(paths, capsys):
     for word in (
         "Memory, GiB: weights",
         "logits",
-        "Step, s: compute",
+        "Step: compute",
         "chosen",
         "checkpointing",
         "134.5 M parameters",
