@@ -1,7 +1,7 @@
 """Predictions beside measurements of this project's own trainer random weights of true shapes.
 
 Usage: python -m benchmarks.planner_gpu [--out FOLDER] [--limit SECONDS] [--unseen]
-   or: torchrun --nproc-per-node=N -m benchmarks.planner_gpu: the same as DDP over N GPUs
+   or: torchrun --nproc-per-node=N -m benchmarks.planner_gpu: the same as DDP (--sharded: FSDP2) over N GPUs
 Every prediction is made, and written, before its plan is run.
 """
 
@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -134,6 +135,8 @@ UNSEEN = (
 
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+SHARDED = "--sharded" in sys.argv
+KIND = "fsdp" if SHARDED else "ddp"
 
 
 def plan_of(micro: int, accumulation: int, level: str) -> Plan:
@@ -141,8 +144,9 @@ def plan_of(micro: int, accumulation: int, level: str) -> Plan:
         engine="torch",
         device="cuda",
         backend="nccl",
-        dp_replicate=RANKS,
-        dp_shard=1,
+        dp_replicate=1 if SHARDED else RANKS,
+        dp_shard=RANKS if SHARDED else 1,
+        sharding="fsdp2" if SHARDED else "none",
         tp=1,
         pp=1,
         schedule="none",
@@ -213,6 +217,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--limit", type=float, default=480, help="no new variant after so many seconds")
+    parser.add_argument("--sharded", action="store_true", help="over several GPUs FSDP2 instead of DDP")
     parser.add_argument("--unseen", action="store_true", help="the variants that no constant was set by")
     parser.add_argument(
         "--again", type=Path, help="adds today's predictions to this earlier result; runs nothing"
@@ -229,7 +234,7 @@ def main() -> None:
     hardware = read_machine("cuda", {}, Path("/"))
     train = read_params(Path(__file__).parents[1] / "params.yaml").train
     variants = UNSEEN if options.unseen else VARIANTS
-    name = "planner-gpu" + ("-unseen" if options.unseen else "") + (f"-ddp{RANKS}" if RANKS > 1 else "")
+    name = "planner-gpu" + ("-unseen" if options.unseen else "") + (f"-{KIND}{RANKS}" if RANKS > 1 else "")
     rows = [{"variant": list(variant), "predicted": predict(variant, hardware)} for variant in variants]
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch.backends.cuda.matmul.allow_tf32 = False

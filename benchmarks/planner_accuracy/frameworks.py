@@ -82,6 +82,8 @@ FOUNDRY = replace(TORCHTITAN, name="llm-foundry", elementwise=(50, 12))
 # float32 master weights, moments and, on one GPU, gradient sums.
 HF_TRAINER = replace(
     ELASTANE,
+    gather_launch=1.0e-3,
+    whole_tables=False,
     name="hf-trainer",
     weight=2,
     cast=0,
@@ -105,6 +107,8 @@ def deepspeed(trainer: Software, summed: bool) -> Software:
 MS_SWIFT = replace(HF_TRAINER, name="ms-swift", logits=30, context=1.4 * GIB, launch=0.84e-3, reserved=1.0)
 LITGPT = replace(
     ELASTANE,
+    gather_launch=1.0e-3,
+    whole_tables=False,
     name="litgpt",
     weight=2,
     cast=0,
@@ -119,6 +123,8 @@ LITGPT = replace(
 )
 FSDP_QLORA = replace(
     ELASTANE,
+    gather_launch=1.0e-3,
+    whole_tables=False,
     name="fsdp-qlora",
     weight=2,
     cast=0,
@@ -131,6 +137,8 @@ FSDP_QLORA = replace(
 )
 TORCHTUNE = replace(
     ELASTANE,
+    gather_launch=1.0e-3,
+    whole_tables=False,
     name="torchtune",
     weight=2,
     cast=0,

@@ -172,9 +172,13 @@ def _states(
         terms["casts"] = cast * (max(trained - tables, 0) if work.method == "full" else trained)
     else:
         width = compute if work.method != "qlora" else software.four_bit + compute / 4
-        terms["gathered"] = GATHERED_UNITS * max(layer, tables) * width
+        largest = layer if software.whole_tables else max(layer, tables)
+        terms["gathered"] = GATHERED_UNITS * largest * width
         if work.method == "full":
-            terms["gathered"] += max(layer, tables) * software.gradient
+            terms["gathered"] += largest * software.gradient
+        if software.whole_tables:
+            table = spec.embedding_parameters / plan.tp
+            terms["gathered"] += table * (3 * FLOAT32 + compute if work.method == "full" else compute)
     if work.method == "qlora":
         terms["dequantised"] = max(d_in * d_out for _, d_in, d_out in spec.linear_shapes) * compute / plan.tp
     # DDP's buckets are as large as the gradients and stand beside them while accumulating without sync.

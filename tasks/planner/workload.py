@@ -95,6 +95,8 @@ class Software:
     weights `gather_launch` (the last two are read off LitGPT's and Qwen's published runs). `overlap` is the share of
     the data-parallel traffic that may hide behind computing. `host_wait` seconds a tensor-parallel rank are the least
     a layer takes, without and with pipeline stages: what the host spends on cutting and joining tensors.
+    `whole_tables`: sharded vocabulary tables stay gathered in float32 from their first use to the end of the backward
+    pass, with a whole gradient and the buffer it is scattered from.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Software:
     adapter_launch: float = 0.2e-3
     four_bit_launch: float = 0.1e-3
     gather_launch: float = 1.0e-3
+    whole_tables: bool = False
     gradients_stay: bool = False
     host_wait: tuple[float, float] = (0.0, 0.0)
     overlap: float = 0.9
@@ -134,10 +137,21 @@ class Software:
 # This project's trainer: float32 weights, gradients and AdamW moments, autocast (tasks/trainer/torch_engine.py).
 # A layer's launch times were measured with it on one H200 (benchmarks/results/planner-gpu.json): about 4 ms a layer
 # forward and backward for full tuning, 7 to 8 ms with seven adapters a layer.
-ELASTANE = Software(name="elastane")
+# Gathering and scattering costs it 2.1 ms more a layer's forward pass (benchmarks/results/planner-gpu-fsdp2.json).
+ELASTANE = Software(name="elastane", gather_launch=2.1e-3, whole_tables=True)
 # Under DeepSpeed weights and gradients are in half precision, with float32 master weights and moments beside them
 # (ZeRO, arXiv:1910.02054, section 3.1); in float32 there is no second copy.
-DEEPSPEED = replace(ELASTANE, name="deepspeed", weight=2, cast=0, gradient=2, master=4, residual=2)
+DEEPSPEED = replace(
+    ELASTANE,
+    name="deepspeed",
+    gather_launch=1.0e-3,
+    whole_tables=False,
+    weight=2,
+    cast=0,
+    gradient=2,
+    master=4,
+    residual=2,
+)
 DEEPSPEED_FLOAT32 = replace(DEEPSPEED, weight=4, gradient=4, master=0, residual=4)
 
 
