@@ -8,8 +8,9 @@ from tasks.contracts import HardwareProfile, Precision, Rates
 from tasks.planner.calibration import CONSUMER, Calibration, calibration_of
 from tasks.planner.gpus import gpu_type
 
-# 150 tokens/s of LoRA training of a 135 M model on 2 cores: 4 x 135e6 x 150 / 2 (measured, float32).
-CPU_FLOPS_PER_CORE = 4e10
+# 216 tokens/s of LoRA training of a 135 M model on 2 cores at 85 % efficiency: 4 x 135e6 x 216 / 2 / 0.85 (measured,
+# float32; see CPU_ROWS in compute.py).
+CPU_FLOPS_PER_CORE = 6.8e10
 CPU_BANDWIDTH = 2e10  # bytes/s, assumed: about what one memory channel gives
 CPU_HALF_SLOWDOWN = 30  # bfloat16 against float32 in training on such a CPU (measured)
 GLOO_BYTES = 1e9
