@@ -171,14 +171,7 @@ def _states(
     if not whole:
         terms["casts"] = cast * (max(trained - tables, 0) if work.method == "full" else trained)
     else:
-        width = compute if work.method != "qlora" else software.four_bit + compute / 4
-        largest = layer if software.whole_tables else max(layer, tables)
-        terms["gathered"] = GATHERED_UNITS * largest * width
-        if work.method == "full":
-            terms["gathered"] += largest * software.gradient
-        if software.whole_tables:
-            table = spec.embedding_parameters / plan.tp
-            terms["gathered"] += table * (3 * FLOAT32 + compute if work.method == "full" else compute)
+        terms["gathered"] = _gathered(spec, plan, work, software, layer, tables)
     if work.method == "qlora":
         terms["dequantised"] = max(d_in * d_out for _, d_in, d_out in spec.linear_shapes) * compute / plan.tp
     # DDP's buckets are as large as the gradients and stand beside them while accumulating without sync.
@@ -187,6 +180,22 @@ def _states(
     elif plan.sharding in ("zero1", "zero2", "zero3") and (plan.dp_shard > 1 or plan.offload != "none"):
         terms["buckets"] = min(2.0 * trained, software.zero_bucket) * 2
     return terms
+
+
+def _gathered(
+    spec: ModelSpec, plan: Plan, work: Workload, software: Software, layer: float, tables: float
+) -> float:
+    """What stands whole of sharded weights: two layers, one layer's gradient, and vocabulary tables."""
+    compute = COMPUTE_BYTES[work.precision]
+    width = compute if work.method != "qlora" else software.four_bit + compute / 4
+    largest = layer if software.whole_tables else max(layer, tables)
+    gathered = GATHERED_UNITS * largest * width
+    if work.method == "full":
+        gathered += largest * software.gradient
+    if software.whole_tables:
+        table = spec.embedding_parameters / plan.tp
+        gathered += table * (3 * FLOAT32 + compute if work.method == "full" else compute)
+    return gathered
 
 
 def _frozen_bytes(spec: ModelSpec, work: Workload, software: Software) -> float:
