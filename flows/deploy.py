@@ -29,12 +29,7 @@ def deploy(paths: Paths, cron: str | None) -> str:
         UserError: no Prefect server is configured or it does not answer, the schedule is no cron, or the
             folder's name cannot be a deployment's or is one already.
     """
-    if not users_server():
-        raise UserError(
-            "a schedule needs a Prefect server that stays up, and PREFECT_API_URL is not set; run "
-            "`prefect server start` in another terminal, then "
-            "`export PREFECT_API_URL=http://127.0.0.1:4200/api`, and deploy again"
-        )
+    _need_a_server()
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
@@ -75,6 +70,15 @@ def deploy(paths: Paths, cron: str | None) -> str:
         f"deployed finetune/{name} {when}; start a worker with "
         f"`prefect worker start --pool {POOL}`, run once now with `prefect deployment run 'finetune/{name}'`"
     )
+
+
+def _need_a_server() -> None:
+    if not users_server():
+        raise UserError(
+            "a schedule needs a Prefect server that stays up, and PREFECT_API_URL is not set; run "
+            "`prefect server start` in another terminal, then "
+            "`export PREFECT_API_URL=http://127.0.0.1:4200/api`, and deploy again"
+        )
 
 
 def _name(paths: Paths) -> str:

@@ -13,14 +13,10 @@ def spec_of(row: Row) -> ModelSpec:
     ffn, vocab = int(number(row, "ffn", 4 * hidden)), int(number(row, "vocab", 50257))
     tied = number(row, "tied_emb", 0) == 1
     head = hidden // heads
-    attention = hidden * hidden * 2 + 2 * hidden * kv_heads * head
     tables = vocab * hidden * (1 if tied else 2)
-
-    def total(matrices: int) -> float:
-        return tables + layers * (attention + matrices * hidden * ffn)
-
     stated = number(row, "params_b", 0) * 1e9
-    gated = abs(total(3) - stated) < abs(total(2) - stated) if stated else ffn != 4 * hidden
+    attention = hidden * hidden * 2 + 2 * hidden * kv_heads * head
+    gated = _is_gated(stated - tables, layers, attention, hidden * ffn) if stated else ffn != 4 * hidden
     shapes = [
         ("q_proj", hidden, heads * head),
         ("k_proj", hidden, kv_heads * head),
@@ -57,6 +53,11 @@ def spec_of(row: Row) -> ModelSpec:
         moe=None,
         vision=vision,
     )
+
+
+def _is_gated(stated: float, layers: int, attention: int, matrix: int) -> bool:
+    """Whether three MLP matrices a layer come nearer to the stated parameters (tables left out) than two."""
+    return abs(layers * (attention + 3 * matrix) - stated) < abs(layers * (attention + 2 * matrix) - stated)
 
 
 def _tower(parameters: int) -> VisionSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tasks.contracts import HardwareProfile, Precision, Rates
 from tasks.planner.calibration import CONSUMER, Calibration, calibration_of
@@ -118,8 +118,6 @@ def _link(hardware: HardwareProfile) -> float:
 
 def _measured(found: Machine, rates: Rates, precision: Precision) -> Machine:
     """Rates of the probe in place of data sheets: the best matmul, memory, host link and the largest all-reduce."""
-    from dataclasses import replace
-
     changes: dict[str, float | Calibration | bool] = {"measured": True}
     constants = found.constants
     best = max(

@@ -41,7 +41,7 @@ def seconds(
         if stage == 0:
             forward, backward = forward + vision.forward, backward + vision.backward
         totals.append((forward + backward + layers * layer.again, forward, backward, layers))
-    slowest, forward, backward, layers = max(totals)
+    _, forward, backward, layers = max(totals)
     count = plan.accumulation
     mean = sum(total for total, *_ in totals) / plan.pp
     busy = layer.forward + layer.backward + layer.again
@@ -51,7 +51,7 @@ def seconds(
         "recompute": count * layers * layer.again,
         "tensor_parallel": tensor,
         "pipeline": count * _pipeline_traffic(spec, plan, work, machine, width),
-        "bubble": _bubble(plan, slowest, mean, tensor / count),
+        "bubble": _bubble(plan, mean, tensor / count),
     }
     busy = (forward + backward + layers * layer.again) * count
     terms["communication"] = _data_traffic(spec, plan, work, machine, software, stages, busy)
@@ -93,7 +93,7 @@ def _pipeline_traffic(spec: ModelSpec, plan: Plan, work: Workload, machine: Mach
     return 2 * plan.virtual_stages * point_to_point(machine, size, across)
 
 
-def _bubble(plan: Plan, slowest: float, mean: float, tensor: float) -> float:
+def _bubble(plan: Plan, mean: float, tensor: float) -> float:
     """Idle time of a pipeline: (p-1) micro-batches with GPipe and 1F1B, 1/v of it interleaved, about a third with
     zero-bubble (arXiv:2104.04473, section 2.2; arXiv:2401.10241, section 2).
     """
