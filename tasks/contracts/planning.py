@@ -85,7 +85,8 @@ class Plan(Contract):
     Sizes are degrees of the mesh axes. global batch = micro_batch x accumulation x data-parallel degree. `sharding`
     says what the dp_shard axis shares out: optimizer state (zero1), gradients too (zero2), weights too (zero3, fsdp2).
     `offload` is where optimizer state lives while it is not used, `offload_parameters` where the weights do.
-    `virtual_stages` is the number of model chunks a pipeline rank holds (interleaved schedules).
+    `virtual_stages` is the number of model chunks a pipeline rank holds (interleaved and zero-bubble schedules).
+    `compiled`: decoder layers and loss run as kernels fused by torch.compile.
     """
 
     engine: Literal["torch", "deepspeed"]
@@ -105,6 +106,7 @@ class Plan(Contract):
     sequence_parallel: bool = False
     virtual_stages: Degree = 1
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    compiled: bool = False
 
     @property
     def data_parallel(self) -> int:
@@ -120,7 +122,10 @@ class Plan(Contract):
 
     @property
     def name(self) -> str:
-        """Short name as `certify` uses it: single, ddp2, fsdp4, zero3dp8, dp2fsdp4tp2, tp2pp2, zero2dp1+cpu."""
+        """Short name: single, ddp2, fsdp4, zero3dp8, dp2fsdp4tp2, tp2sppp2, pp2-gpipe, pp2v2-zerobubble, zero2dp1+cpu.
+
+        A pipeline without a word runs 1f1b, or interleaved1f1b with several chunks a rank.
+        """
         parts: list[str] = []
         if self.sharding.startswith("zero"):
             parts.append(f"{self.sharding}dp{self.dp_shard}")
@@ -133,7 +138,8 @@ class Plan(Contract):
         if self.dp_replicate > 1:
             alone = "ddp" if self.replication == "ddp" else "dataparallel"
             parts.insert(0, f"{'dp' if parts else alone}{self.dp_replicate}")
-        where = "" if self.offload == "none" else f"+{self.offload}"
+        where = f"-{self.schedule}" if self.schedule in ("gpipe", "zerobubble") else ""
+        where += "" if self.offload == "none" else f"+{self.offload}"
         if self.offload_parameters != "none":
             where += f"+params-{self.offload_parameters}"
         return ("".join(parts) or "single") + where

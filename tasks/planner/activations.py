@@ -7,7 +7,7 @@ from tasks.planner.model_spec import lora_shapes
 from tasks.planner.workload import ELASTANE, SavedBytes, Software, Workload
 
 FLOAT32 = 4
-COMPUTE_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+COMPUTE_BYTES: dict[Precision, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # There is no flash attention in float32 on CUDA: the scores are kept (seen in benchmarks/results/planner-gpu.json).
 FLOAT32_SCORES = 4
 MEASURED_TYPES = {"full": "full", "lora": "lora", "qlora": "lora"}

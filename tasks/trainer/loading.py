@@ -26,6 +26,7 @@ DTYPES: dict[Precision, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "float64": torch.float64,
 }
 DROPOUT_KEYS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 
