@@ -142,22 +142,22 @@ def cpu_plan(
     accumulation: int = 2,
     checkpointing: str = "none",
     shards: int = 1,
+    **more: object,
 ) -> Plan:
-    """`degree` copies of the model (DDP, or HSDP where each is spread over `shards` ranks)."""
-    return Plan.model_validate(
-        {
-            "engine": "torch",
-            "device": "cpu",
-            "backend": "gloo",
-            "dp_replicate": degree,
-            "dp_shard": shards,
-            "sharding": "fsdp2" if shards > 1 else "none",
-            "tp": 1,
-            "pp": 1,
-            "schedule": "none",
-            "micro_batch": micro_batch,
-            "accumulation": accumulation,
-            "activation_checkpointing": checkpointing,
-            "offload": "none",
-        }
-    )
+    """`degree` copies of the model (DDP, or HSDP where each is spread over `shards` ranks); `more`: other fields."""
+    fields = {
+        "engine": "torch",
+        "device": "cpu",
+        "backend": "gloo",
+        "dp_replicate": degree,
+        "dp_shard": shards,
+        "sharding": "fsdp2" if shards > 1 else "none",
+        "tp": 1,
+        "pp": 1,
+        "schedule": "none",
+        "micro_batch": micro_batch,
+        "accumulation": accumulation,
+        "activation_checkpointing": checkpointing,
+        "offload": "none",
+    }
+    return Plan.model_validate(fields | more)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,23 @@ class Batch:
 
     input_ids: torch.Tensor
     labels: torch.Tensor
+
+    def padded(self, rows: int, tokens: int, multiple: int) -> Batch:
+        """At least `rows` rows of at least `tokens` tokens, a multiple of `multiple`; what is added teaches nothing."""
+        have_rows, have_tokens = self.input_ids.shape
+        right = max(tokens, have_tokens)
+        right += -right % multiple - have_tokens
+        below = max(rows - have_rows, 0)
+        if not right and not below:
+            return self
+        return Batch(
+            functional.pad(self.input_ids, (0, right, 0, below), value=0),
+            functional.pad(self.labels, (0, right, 0, below), value=-100),
+        )
+
+    def unlearnt(self) -> Batch:
+        """The same tokens, nothing of which is learnt."""
+        return Batch(self.input_ids, torch.full_like(self.labels, -100))
 
 
 @dataclass(frozen=True)
@@ -53,8 +71,12 @@ class Engine(Protocol):
         """Restores what `save` wrote, under this or another Plan (collective)."""
         ...
 
-    def export(self, folder: Path) -> None:
-        """Writes the trained weights in Hugging Face's or PEFT's layout (collective; rank 0 writes)."""
+    def export(self, folder: Path, checkpoint: Path) -> None:
+        """Writes the trained weights of a checkpoint in Hugging Face's or PEFT's layout (rank 0 does).
+
+        Args:
+            checkpoint: what `save` wrote, by any plan of this run.
+        """
         ...
 
     def parameter_counts(self) -> tuple[int, int]:

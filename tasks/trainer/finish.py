@@ -18,6 +18,7 @@ from tasks.contracts import (
     write_text,
 )
 from tasks.paths import Paths
+from tasks.trainer.checkpoint import complete_checkpoints
 from tasks.trainer.engine import Engine
 from tasks.trainer.loop import Job
 from tasks.trainer.model_source import weights_hash
@@ -35,7 +36,7 @@ def finish(engine: Engine, job: Job, paths: Paths, mine: RankPerformance, starts
         shutil.rmtree(finished, ignore_errors=True)
         final.mkdir(parents=True)
     dist.barrier()
-    engine.export(final)
+    engine.export(final, complete_checkpoints(job.run)[-1][0])
     dist.barrier()
     if job.rank != 0:
         return

@@ -2,44 +2,110 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-# Families whose logits are the output embedding of the decoder's last state and nothing more.
+from tasks.contracts import Precision
+from tasks.trainer import collectives
+from tasks.trainer.loading import DTYPES
+from tasks.trainer.tensor_parallel import TensorParts
+
+# Families whose logits are the output embedding of the decoder's last state and nothing more. Only they can be cut
+# over ranks or stages (`split_families` of tasks/planner/capabilities.py is the same set).
 PLAIN_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def learnt_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Flat positions in (rows, tokens) whose next token is learnt, from labels of that shape. No device waits."""
+    ahead = functional.pad(labels[:, 1:], (0, 1), value=-100)
+    return (ahead != -100).flatten().nonzero().squeeze(1)
+
+
+def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy in float32 (float64 for such logits); logits (tokens, vocabulary), targets (tokens,)."""
+    return functional.cross_entropy(at_least_float32(logits), targets, reduction="sum")
 
 
 class TokenLossSum(torch.nn.Module):
-    """Wraps a causal language model; its forward is the sum of its token losses.
+    """Wraps a causal language model, or one pipeline stage of it: token ids or hidden states in, the sum of token
+    losses (last stage) or hidden states out.
 
     No attention mask is passed: rows are padded on the right, where a causal model never looks.
     """
 
-    def __init__(self, model: torch.nn.Module, inner: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner: PreTrainedModel,
+        precision: Precision,
+        parts: TensorParts | None = None,
+        first: bool = True,
+        last: bool = True,
+        token_loss: TokenLoss = token_loss,
+    ) -> None:
         super().__init__()
         self.model = model
         # A class that came with the model may do more in its head than its family's does.
         own_code = not type(inner).__module__.startswith("transformers.")
         self.plain_head = inner.config.model_type in PLAIN_HEADS and not own_code
-        self._inner = [inner]
+        assert self.plain_head or (first and last and parts is None), "the plan's rules let a family pass"
+        self.first, self.last = first, last
+        self.width, self.dtype = inner.config.hidden_size, inner.dtype
+        self.loss_dtype = torch.float64 if precision == "float64" else torch.float32
+        self._inner, self._parts, self._token_loss = [inner], parts, token_loss
+        self._mixed = None if precision in ("float32", "float64") else DTYPES[precision]
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Sum over learnt tokens of -log p(token | tokens before), as a float32 scalar.
+    def forward(
+        self, inputs: torch.Tensor, labels: torch.Tensor, learnt: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Sum over learnt tokens of -log p(token | tokens before), a float32 scalar; a stage before the last gives
+        hidden states.
 
         Args:
-            input_ids: (rows, tokens).
-            labels: (rows, tokens), -100 where nothing is learnt.
+            inputs: token ids (rows, tokens), or after the first stage hidden states (rows, tokens, width).
+            labels: (rows, tokens), -100 where nothing is learnt; not shifted.
+            learnt: `learnt_positions(labels)`, if known: finding out on a GPU makes the host wait for it.
         """
-        targets = labels[:, 1:]
-        learnt = targets != -100
-        if self.plain_head:
-            inner = self._inner[0]
-            states = inner.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
-            logits = inner.get_output_embeddings()(states[:, :-1][learnt])
-        else:
-            logits = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1][learnt]
+        with torch.autocast(inputs.device.type, self._mixed, enabled=self._mixed is not None):
+            if not self.plain_head:
+                return self._loss_of_logits(inputs, labels)
+            states = self._states(inputs)
+            if not self.last:
+                return states
+            where = learnt_positions(labels) if learnt is None else learnt
+            return self._loss(states, labels, where)
+
+    def _states(self, inputs: torch.Tensor) -> torch.Tensor:
+        decoder = self._inner[0].get_decoder()
+        if self.first:
+            return decoder(input_ids=inputs, use_cache=False).last_hidden_state
+        return decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
+
+    def _loss(self, states: torch.Tensor, labels: torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
+        chosen = states.flatten(0, 1).index_select(0, learnt)
+        targets = labels.flatten().index_select(0, learnt + 1)
+        parts = self._parts
+        if parts is not None and not parts.sequence:
+            chosen = collectives.whole_to_parts(chosen, parts.group)
+        logits = self._inner[0].get_output_embeddings()(chosen)
         # A micro-batch without a target still takes part in the backward pass, with gradient zero.
         if not len(logits):
-            return logits.sum().float()
-        return functional.cross_entropy(logits.float(), targets[learnt], reduction="sum")
+            return at_least_float32(logits.sum())
+        if parts is None:
+            return self._token_loss(logits, targets)
+        return collectives.vocabulary_loss(at_least_float32(logits), targets, parts.first_logit, parts.group)
+
+    def _loss_of_logits(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        targets = labels[:, 1:]
+        learnt = targets != -100
+        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1][learnt]
+        return self._token_loss(logits, targets[learnt]) if len(logits) else at_least_float32(logits.sum())

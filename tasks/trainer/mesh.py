@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from tasks.contracts import Plan
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 # Outermost first. What talks most is innermost, where neighbouring ranks share a node's fast links.
@@ -71,3 +73,27 @@ def data_mesh(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
     """The part of the mesh over which weights are shared: (copies, shards), or shards alone."""
     axes = tuple(axis for axis in DATA_AXES if getattr(plan, axis) > 1)
     return mesh[axes] if len(axes) > 1 else mesh[axes[0]]
+
+
+def group_over(plan: Plan, *axes: str) -> ProcessGroup | None:
+    """This rank's group of those that differ along `axes` alone; None if it would be alone in it.
+
+    Collective: every rank of the plan calls it, with the same axes.
+    """
+    return _own_group(ranks for ranks in layout(plan).groups(*axes) if len(ranks) > 1)
+
+
+def first_and_last_stage(plan: Plan) -> ProcessGroup | None:
+    """The group of this rank's pipeline's two ends, on those; None elsewhere. Collective."""
+    return _own_group((ranks[0], ranks[-1]) for ranks in layout(plan).groups("pp"))
+
+
+def _own_group(groups: Iterable[tuple[int, ...]]) -> ProcessGroup | None:
+    import torch.distributed as dist
+
+    mine = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine

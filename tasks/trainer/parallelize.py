@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,32 +19,62 @@ from tasks.params import TrainParams
 from tasks.trainer.loading import DTYPES
 from tasks.trainer.loss import TokenLossSum
 from tasks.trainer.mesh import build_mesh, data_mesh
+from tasks.trainer.pieces import Piece, pieces_of
+from tasks.trainer.pipeline import Pipeline, copies, keep_stage, stages_of
+from tasks.trainer.tensor_parallel import TensorParts, cut_over_ranks
 
 
 @dataclass(frozen=True)
 class Parallelized:
-    """`module` computes the loss; `model` is the unwrapped model that owns the parameter names."""
+    """What this rank trains.
 
-    module: torch.nn.Module
+    `modules` compute the loss, one a pipeline stage held here (one in all without a pipeline); `pipeline` runs them.
+    `model` owns the parameter names, of its own stage only where there are several; `outline` is the whole model
+    without its numbers. `pieces` are this rank's parts of the trainable parameters; `parameters` counts (trainable,
+    all) of the whole model, tied ones once.
+    """
+
+    modules: tuple[torch.nn.Module, ...]
     model: PeftModel | PreTrainedModel
+    outline: PeftModel | PreTrainedModel
+    mesh: DeviceMesh | None
+    pieces: tuple[Piece, ...]
+    pipeline: Pipeline | None
+    parameters: tuple[int, int]
 
 
 def parallelize(
     base: PreTrainedModel, train: TrainParams, plan: Plan, precision: Precision, seed: int
 ) -> Parallelized:
-    """Adapters -> activation checkpointing -> device -> loss -> FSDP2 or DDP. Collective over the plan's ranks."""
+    """Adapters -> stages -> tensor parallelism -> recomputing -> device -> loss -> FSDP2 or DDP.
+
+    Collective over the plan's ranks.
+    """
     mesh = build_mesh(plan)
     model = attach_adapters(base, train, seed).train()
-    checkpoint_activations(base, plan)
-    if plan.sharding == "none":
-        model.to(local_device(plan))
-    module: torch.nn.Module = TokenLossSum(model, base)
-    if mesh is not None and plan.sharding == "fsdp2":
-        masters = train.finetuning_type == "full" and precision != "float32"
-        shard(module, base, data_mesh(mesh, plan), DTYPES[precision] if masters else None)
-    elif mesh is not None:
-        module = replicate(module, plan, mesh)
-    return Parallelized(module, model)
+    stay_in_half(model, precision)
+    parameters, outline = count_parameters(model), outline_of(model)
+    tied = {} if plan.pp == 1 else tied_names(model, base)
+    stages = stages_of(plan, mesh.get_local_rank("pp")) if mesh is not None and plan.pp > 1 else (0,)
+    modules: list[torch.nn.Module] = []
+    pieces: list[Piece] = []
+    for stage, (part, inner) in zip(stages, copies(model, base, len(stages)), strict=True):
+        keep_stage(inner, stage, plan.pp * plan.virtual_stages)
+        parts = None
+        if mesh is not None and plan.tp > 1:
+            parts = cut_over_ranks(part, inner, mesh.get_group("tp"), plan.sequence_parallel)
+        module = prepared(part, inner, plan, precision, parts, stage)
+        if mesh is not None and plan.sharding == "fsdp2":
+            masters = train.finetuning_type == "full" and precision in ("bfloat16", "float16")
+            shard(module, inner, data_mesh(mesh, plan), DTYPES[precision] if masters else None, plan.pp > 1)
+        modules.append(module)
+        pieces += pieces_of(part, parts, tied, first_stage=stage == 0)
+    pipeline = None
+    if mesh is not None and plan.pp > 1:
+        pipeline = Pipeline(modules, plan, mesh.get_group("pp"), local_device(plan))
+    elif mesh is not None and plan.tp == 1 and plan.sharding == "none":
+        modules = [replicate(modules[0], plan, mesh)]
+    return Parallelized(tuple(modules), model, outline, mesh, tuple(pieces), pipeline, parameters)
 
 
 def local_device(plan: Plan) -> torch.device:
@@ -75,6 +107,55 @@ def attach_adapters(base: PreTrainedModel, train: TrainParams, seed: int) -> Pef
     return model
 
 
+def stay_in_half(model: torch.nn.Module, precision: Precision) -> None:
+    """PEFT would widen an adapter's half-precision inputs, and autocast narrow them again: equal, and slow."""
+    if precision in ("bfloat16", "float16"):
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.cast_input_dtype_enabled = False
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """(trainable, all), tied ones once."""
+    every = list(model.parameters())
+    return sum(weight.numel() for weight in every if weight.requires_grad), sum(
+        weight.numel() for weight in every
+    )
+
+
+def outline_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model with parameters that have shapes and no numbers."""
+    memo = {
+        id(weight): torch.nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+        for weight in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def tied_names(model: torch.nn.Module, base: PreTrainedModel) -> dict[str, str]:
+    """The head's name -> the embedding's, if they are one trainable parameter, which every checkpoint calls so."""
+    table, head = base.get_input_embeddings(), base.get_output_embeddings()
+    shared = getattr(head, "weight", None) is table.weight and table.weight.requires_grad
+    names = {module: name for name, module in model.named_modules()} if shared else {}
+    return {f"{names[head]}.weight": f"{names[table]}.weight"} if shared else {}
+
+
+def prepared(
+    part: torch.nn.Module,
+    inner: PreTrainedModel,
+    plan: Plan,
+    precision: Precision,
+    parts: TensorParts | None,
+    stage: int,
+) -> TokenLossSum:
+    """One stage with its recomputing and its loss, on the device unless FSDP2 will bring it there."""
+    checkpoint_activations(inner, plan)
+    if plan.sharding == "none":
+        part.to(local_device(plan))
+    last = plan.pp * plan.virtual_stages - 1
+    return TokenLossSum(part, inner, precision, parts, first=stage == 0, last=stage == last)
+
+
 def checkpoint_activations(base: PreTrainedModel, plan: Plan) -> None:
     if plan.activation_checkpointing == "full":
         # Inputs must carry gradients although the embedding below them is frozen.
@@ -82,7 +163,7 @@ def checkpoint_activations(base: PreTrainedModel, plan: Plan) -> None:
 
 
 def shard(
-    module: torch.nn.Module, base: PreTrainedModel, mesh: DeviceMesh, early: torch.dtype | None
+    module: torch.nn.Module, base: PreTrainedModel, mesh: DeviceMesh, early: torch.dtype | None, piped: bool
 ) -> None:
     """FSDP2 in place: a group a decoder layer, one each for the tables, the rest in the root's.
 
@@ -93,6 +174,7 @@ def shard(
         early: what autocast would cast the matrices of linear layers to. They are cast before they are gathered
             instead, with equal rounding: half the traffic, and no casts of the whole model kept for the backward
             pass. Everything else (norms, embeddings) is gathered as it is. None leaves all casting to autocast.
+        piped: a pipeline stage, whose weights stay gathered from micro-batch to micro-batch.
     """
     of_matrices = MixedPrecisionPolicy(
         param_dtype=early, reduce_dtype=torch.float32 if early else None, cast_forward_inputs=False
@@ -100,11 +182,13 @@ def shard(
     for layer in decoder_layers(base):
         if early and (others := _with_own_weights_but_linear(layer)):
             fully_shard(others, mesh=mesh, reshard_after_forward=False)
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=of_matrices)
-    first, last = base.get_input_embeddings(), base.get_output_embeddings()
-    if first.weight is not last.weight:
-        fully_shard(first, mesh=mesh, reshard_after_forward=True)
-        fully_shard(last, mesh=mesh, reshard_after_forward=True, mp_policy=of_matrices)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not piped, mp_policy=of_matrices)
+    first, last = base.get_decoder().embed_tokens, base.get_output_embeddings()
+    if getattr(first, "weight", None) is not getattr(last, "weight", None):
+        if next(first.parameters(), None) is not None:
+            fully_shard(first, mesh=mesh, reshard_after_forward=not piped)
+        if next(last.parameters(), None) is not None:
+            fully_shard(last, mesh=mesh, reshard_after_forward=not piped, mp_policy=of_matrices)
     fully_shard(module, mesh=mesh)
 
 

@@ -1,4 +1,4 @@
-"""The native engine: torch modules, AdamW, one process, DDP or FSDP2."""
+"""The native engine: torch modules and AdamW over one device mesh of copies, shards, slices and stages."""
 
 from __future__ import annotations
 
@@ -11,33 +11,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, get_scheduler
 
 from tasks.contracts import Plan, Precision
 from tasks.params import TrainParams
+from tasks.trainer import training_state
 from tasks.trainer.clock import StepClock
 from tasks.trainer.engine import Batch, StepResult
 from tasks.trainer.loading import DTYPES
+from tasks.trainer.loss import learnt_positions
+from tasks.trainer.loss_scale import LossScale
+from tasks.trainer.mesh import first_and_last_stage, group_over
 from tasks.trainer.parallelize import local_device, parallelize
-
-OPTIONS = StateDictOptions(ignore_frozen_params=True)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor put together on every rank (collective), or the tensor itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+from tasks.trainer.pieces import local, squared_norm, sum_gradients
 
 
 class TorchEngine:
-    """Implements `Engine` for plans over torch's own data parallelism."""
+    """Implements `Engine` for every plan of the engine torch."""
 
     def __init__(
         self,
@@ -50,11 +42,11 @@ class TorchEngine:
     ) -> None:
         self.train, self.plan, self.precision = train, plan, precision
         self.device = local_device(plan)
-        # Sharded tensors are batched on a GPU only if asked for; a CPU has no such kernels.
-        self._foreach = True if plan.device == "cuda" else None
         parts = parallelize(base, train, plan, precision, seed)
-        self.module, self.model = parts.module, parts.model
-        self.trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.modules, self.model, self.pipeline = parts.modules, parts.model, parts.pipeline
+        self.outline, self.pieces, self._parameters = parts.outline, parts.pieces, parts.parameters
+        self.trainable = [piece.weight for piece in self.pieces]
+        self._groups(parts.mesh)
         self.optimizer = torch.optim.AdamW(
             self.trainable,
             lr=train.learning_rate,
@@ -73,28 +65,36 @@ class TorchEngine:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
             self.schedule.step()
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
-        self.step_clock = StepClock(self.module, plan.device == "cuda")
+        self.loss_scale = LossScale(enabled=precision == "float16")
+        self.step_clock = StepClock(self.modules[0], plan.device == "cuda")
+
+    def _groups(self, mesh: Any) -> None:
+        """Who sums gradients with whom, beside what DDP and FSDP2 do themselves. Collective."""
+        plan = self.plan
+        self._copy = group_over(plan, "dp_shard", "tp", "pp")  # the ranks of one copy of the model
+        alone = plan.tp == 1 and plan.pp == 1
+        # DDP and FSDP2 average over data ranks; copies of models that are cut otherwise are summed below.
+        self._averaged = plan.data_parallel if alone or plan.sharding == "fsdp2" else 1
+        self._replicas = (
+            mesh.get_group("dp_replicate") if self._averaged == 1 and plan.dp_replicate > 1 else None
+        )
+        self._slices = mesh.get_group("tp") if plan.tp > 1 else None
+        self._ends = first_and_last_stage(plan) if plan.pp > 1 and plan.schedule != "zerobubble" else None
+
+    # --- a step ---------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], target_tokens: int, flags: Sequence[bool]) -> StepResult:
-        """See `Engine.train_step`. DDP and FSDP2 average over data ranks, hence the factor of the degree."""
+        """See `Engine.train_step`."""
         self.step_clock.start()
         self.optimizer.zero_grad(set_to_none=True)
-        scale = self.plan.data_parallel / target_tokens
-        summed = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(batches):
-            with self._reduce_after(index == len(batches) - 1):
-                loss = self._loss_sum(batch)
-                self.scaler.scale(loss * scale).backward()
-            summed += loss.detach().double()
+        summed = self._passes(batches, self.loss_scale.value * self._averaged / target_tokens)
+        self._complete_gradients()
         self.step_clock.reduced()
-        self.scaler.unscale_(self.optimizer)
-        norm = whole(
-            torch.nn.utils.clip_grad_norm_(self.trainable, self.train.max_grad_norm, foreach=self._foreach)
-        )
-        scale_before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        norm = self._clip()
+        finite = not self.loss_scale.enabled or bool(norm.isfinite())
+        if finite:
+            self.optimizer.step()
+        self.loss_scale.update(finite)
         rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
         told = self._tell(summed / target_tokens, flags)
@@ -102,11 +102,28 @@ class TorchEngine:
             loss=told[0],
             grad_norm=float(norm),
             learning_rate=rate,
-            skipped=self.scaler.get_scale() < scale_before,
+            skipped=not finite,
             flags=tuple(value > 0 for value in told[1:]),
         )
         self.step_clock.stop()
         return result
+
+    def _passes(self, batches: Sequence[Batch], factor: float) -> torch.Tensor:
+        """Forward and backward of this rank's micro-batches; the sum of their losses, as far as it is known here."""
+        multiple = self.plan.tp if self.plan.sequence_parallel else 1
+        if self.pipeline is not None:
+            longest = max(batch.input_ids.shape[1] for batch in batches)
+            missing = self.plan.accumulation - len(batches)  # in an epoch's short last step
+            filled = [*batches, *(batches[0].unlearnt() for _ in range(missing))]
+            even = [batch.padded(self.plan.micro_batch, longest, multiple) for batch in filled]
+            return self.pipeline.run(even, factor)
+        summed = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(batches):
+            with self._reduce_after(index == len(batches) - 1):
+                loss = self._loss_sum(batch.padded(0, 0, multiple))
+                (loss * factor).backward()
+            summed += loss.detach().double()
+        return summed
 
     def _reduce_after(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Gradients are reduced after a step's last micro-batch, as far as memory allows.
@@ -114,84 +131,89 @@ class TorchEngine:
         FSDP2 would have to keep unreduced gradients whole. For adapters these are small; of all weights they are not,
         so full tuning scatters them each micro-batch, and only the sum over copies of the shards waits.
         """
-        if isinstance(self.module, FSDPModule):
+        module = self.modules[0]
+        if isinstance(module, FSDPModule):
             # In this order: the first sets what the second does, too.
-            self.module.set_requires_gradient_sync(last or self.train.finetuning_type == "full")
-            self.module.set_requires_all_reduce(last)
-        elif isinstance(self.module, DistributedDataParallel) and not last:
-            return self.module.no_sync()
+            module.set_requires_gradient_sync(last or self.train.finetuning_type == "full")
+            module.set_requires_all_reduce(last)
+        elif isinstance(module, DistributedDataParallel) and not last:
+            return module.no_sync()
         return contextlib.nullcontext()
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
-        ids = batch.input_ids.to(self.device, non_blocking=True)
-        labels = batch.labels.to(self.device, non_blocking=True)
-        mixed = self.precision != "float32"
-        with torch.autocast(self.device.type, DTYPES[self.precision], enabled=mixed):
-            return self.module(ids, labels)
+        sent = (batch.input_ids, batch.labels, learnt_positions(batch.labels))
+        return self.modules[0](*(tensor.to(self.device, non_blocking=True) for tensor in sent))
+
+    def _complete_gradients(self) -> None:
+        """The sums over ranks and stages that no wrapper has made."""
+        if self._slices is not None:
+            sum_gradients([piece.weight for piece in self.pieces if piece.summed], self._slices)
+        self._sum_tied()
+        if self._replicas is not None:
+            sum_gradients(self.trainable, self._replicas)
+
+    def _sum_tied(self) -> None:
+        """A table at both ends of a pipeline has the sum of both gradients at both."""
+        here = training_state.twins(self.pieces)
+        for first, second in here:
+            first.weight.grad = first.weight.grad + second.weight.grad
+            second.weight.grad = first.weight.grad.clone()
+        if self._ends is not None:
+            tied = [piece.weight for piece in self.pieces if piece.tied]
+            sum_gradients(tied, self._ends)
+
+    def _clip(self) -> torch.Tensor:
+        """Takes the loss's scale out of the gradients and clips them by their one norm over all parameters."""
+        squares = squared_norm(self.pieces, self.device)
+        if self._copy is not None:
+            dist.all_reduce(squares, group=self._copy)
+        norm = squares.sqrt() / self.loss_scale.value
+        factor = (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.value
+        gradients = [local(weight.grad) for weight in self.trainable if weight.grad is not None]
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        return norm
 
     def _tell(self, loss: torch.Tensor, flags: Sequence[bool]) -> list[float]:
         """Sums loss shares and flags over ranks in one small all-reduce."""
         told = torch.cat([loss.reshape(1), loss.new_tensor([float(flag) for flag in flags])])
-        if self.plan.data_parallel > 1:
+        if self.plan.world_size > 1:
             dist.all_reduce(told)
+        # Ranks of one slice group have the same loss, and only the last stage has one at all.
+        told[0] /= self.plan.tp
         return [float(value) for value in told.tolist()]
 
-    def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=OPTIONS)
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "schedule": self.schedule.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
+    # --- state ----------------------------------------------------------------------------------
+
+    def _small_state(self) -> dict[str, Any]:
+        return {"schedule": self.schedule.state_dict(), "scaler": self.loss_scale.state_dict()}
 
     def save(self, folder: Path) -> None:
         """Trainable weights and optimizer state by parameter name, through torch's distributed checkpoint."""
-        dcp.save(self._state(), checkpoint_id=folder)
+        dcp.save(
+            training_state.boxes(self.pieces, self.optimizer) | self._small_state(), checkpoint_id=folder
+        )
 
     def load(self, folder: Path) -> None:
-        state = self._state()
+        training_state.fill(self.optimizer)
+        state = training_state.boxes(self.pieces, self.optimizer) | self._small_state()
         dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(ignore_frozen_params=True, strict=False),
-        )
+        training_state.copy_twins(self.pieces, self.optimizer)
         self.schedule.load_state_dict(state["schedule"])
-        self.scaler.load_state_dict(state["scaler"])
+        for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
+            group["lr"] = rate
+        self.loss_scale.load_state_dict(state["scaler"])
 
-    def export(self, folder: Path) -> None:
-        """Adapter or whole weights as safetensors; full weights in the precision of the run."""
-        weights = self._weights()
+    def export(self, folder: Path, checkpoint: Path) -> None:
+        """See `Engine.export`: adapter or whole weights as safetensors, full weights in the precision of the run."""
         if dist.get_rank() != 0:
             return
-        self.model.save_pretrained(folder, state_dict=weights)
+        full = self.train.finetuning_type == "full"
+        weights = training_state.read_weights(checkpoint, DTYPES[self.precision] if full else None)
+        self.outline.save_pretrained(folder, state_dict=weights)
         (folder / "README.md").unlink(missing_ok=True)
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """Rank 0: what export writes, on the CPU; tied weights stay one tensor. Collective where weights are sharded.
-
-        Shards are put together one parameter at a time, so a device holds one whole parameter beside its shards.
-        """
-        full, first = self.train.finetuning_type == "full", dist.get_rank() == 0
-        gathered: dict[int, torch.Tensor] = {}
-        named: dict[str, torch.Tensor] = {}
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            if not full and not value.requires_grad:
-                continue
-            if id(value) not in gathered:
-                one = whole(value.detach())
-                if first:
-                    one = one.to(DTYPES[self.precision] if full else one.dtype).cpu()
-                gathered[id(value)] = one if first else one.new_empty(0)
-            named[name] = gathered[id(value)]
-        return named
-
     def parameter_counts(self) -> tuple[int, int]:
-        every = list(self.model.parameters())
-        return sum(weight.numel() for weight in self.trainable), sum(weight.numel() for weight in every)
+        return self._parameters
 
     def clock(self) -> dict[str, float]:
         return dict(self.step_clock.totals)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.contracts import BaseModelRef, Contract, Plan, Resolved
+from tasks.contracts import BaseModelRef, Contract, Plan, Precision, Resolved
 from tasks.errors import USER_ERROR_EXIT_CODE, UserError
 from tasks.params import Params, read_params
 from tasks.paths import Paths
@@ -104,9 +104,7 @@ def _train(
     precision, plan = order.resolved.precision, order.plan
     if me.rank == 0:
         say(f"training {steps} steps of {params.global_batch} samples in {precision}, plan {plan.name}")
-    # Full tuning keeps float32 masters; a frozen base is held in the precision it computes in.
-    held = "float32" if params.train.finetuning_type == "full" else precision
-    base = _load_base(paths, DTYPES[held], me)
+    base = _load_base(paths, DTYPES[stored_precision(params.train.finetuning_type, precision)], me)
     engine = TorchEngine(base, params.train, plan, precision, steps, params.seed)
     job = Job(run, order.run_key, plan, precision, params.train, split, samples, steps, me.rank)
     tracker = Tracker(params, paths, order.run_key, plan) if me.rank == 0 else None
@@ -117,6 +115,11 @@ def _train(
     if tracker:
         tracker.close()
     engine.close()
+
+
+def stored_precision(method: str, precision: Precision) -> Precision:
+    """Full tuning keeps float32 masters (float64 in a proof); a frozen base is held in the precision it computes in."""
+    return "float32" if method == "full" and precision != "float64" else precision
 
 
 def _load_base(paths: Paths, dtype: torch.dtype, me: Rank) -> PreTrainedModel:

@@ -22,6 +22,15 @@ TOKENS = 8
 SMALL_SCALE = 2.0**10  # from which nothing overflows by itself here
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor put together on every rank (collective), or the tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _join(plan: Plan) -> None:
     if plan.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -39,28 +48,25 @@ def _engine(root: str, plan: Plan, precision: Precision) -> TorchEngine:
     base = load_base(Paths(Path(root)), DTYPES[held])
     recomputing = plan.model_copy(update={"activation_checkpointing": "full"})
     engine = TorchEngine(base, params.train, recomputing, precision, 10, params.seed)
-    if engine.scaler.is_enabled():
-        engine.scaler.scale(torch.ones((), device=engine.device))  # makes its state
-        engine.scaler.update(SMALL_SCALE)
+    engine.loss_scale.scale = SMALL_SCALE
     return engine
 
 
-def _share(step: int) -> tuple[list[Batch], int]:
-    """Two micro-batches of two rows, others on every rank and step, and the targets of all ranks."""
+def _share(step: int, plan: Plan) -> tuple[list[Batch], int]:
+    """Two micro-batches of two rows, others on every data rank and step, and the targets of all of them."""
     from tasks.trainer.engine import Batch
+    from tasks.trainer.mesh import data_rank
 
-    draw = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    draw = torch.Generator().manual_seed(100 * step + data_rank(plan, dist.get_rank()))
     rows = [torch.randint(3, 259, (2, TOKENS), generator=draw) for _ in range(2)]
-    return [Batch(ids, ids) for ids in rows], dist.get_world_size() * 4 * (TOKENS - 1)
+    return [Batch(ids, ids) for ids in rows], plan.data_parallel * 4 * (TOKENS - 1)
 
 
 def agree_at_the_first_step(root: str, one: Plan, other: Plan, precision: Precision) -> None:
     """Two plans give the first step's loss to a millionth, and every gradient up to the order of its sums."""
-    from tasks.trainer.torch_engine import whole
-
     _join(one)
     left, right = (_engine(root, plan, precision) for plan in (one, other))
-    batches, targets = _share(0)
+    batches, targets = _share(0, one)
     first, second = (engine.train_step(batches, targets, ()) for engine in (left, right))
     assert abs(first.loss - second.loss) <= 1e-6 * first.loss
     assert abs(first.grad_norm - second.grad_norm) <= 1e-5 * first.grad_norm
@@ -81,7 +87,7 @@ def hold_half(root: str, plan: Plan) -> None:
     """A rank of two holds half of everything; frozen weights have no gradient and no state."""
     _join(plan)
     engine = _engine(root, plan, "float32")
-    engine.train_step(*_share(0), ())
+    engine.train_step(*_share(0, plan), ())
     lora = engine.train.finetuning_type == "lora"
     held = every = 0
     for name, weight in engine.model.named_parameters():
@@ -97,32 +103,110 @@ def hold_half(root: str, plan: Plan) -> None:
 
 
 def skip_together(root: str, plan: Plan) -> None:
-    """One infinite number in one rank's shard: no rank steps, all halve the scale; the next step is taken by all."""
-    from tasks.trainer.torch_engine import whole
-
+    """One infinite number in one rank's piece: no rank steps, all halve the scale; the next step is taken by all."""
     _join(plan)
     engine = _engine(root, plan, "float16")
     before = {name: whole(value).clone() for name, value in engine.model.named_parameters()}
-    unscale = engine.scaler.unscale_
+    complete = engine._complete_gradients
     overflow = dist.get_rank() == 1
 
-    def unscale_after_overflow(optimizer: torch.optim.Optimizer) -> None:
-        gradients = [weight.grad.to_local() for weight in engine.trainable]
+    def complete_and_overflow() -> None:
+        complete()
+        gradients = [local(weight.grad) for weight in engine.trainable]
         assert all(gradient.isfinite().all() for gradient in gradients)
         if overflow:
-            gradients[-1].view(-1)[0] = float("inf")
-        unscale(optimizer)
+            counted = [local(piece.weight.grad) for piece in engine.pieces if piece.counted]
+            counted[-1].view(-1)[0] = float("inf")
 
-    engine.scaler.unscale_ = unscale_after_overflow
-    scale = engine.scaler.get_scale()
-    result = engine.train_step(*_share(0), ())
-    assert result.skipped and engine.scaler.get_scale() == scale / 2
+    engine._complete_gradients = complete_and_overflow
+    scale = engine.loss_scale.scale
+    result = engine.train_step(*_share(0, plan), ())
+    assert result.skipped and engine.loss_scale.scale == scale / 2
     for name, value in engine.model.named_parameters():
         assert torch.equal(whole(value), before[name]), name
     overflow = False
-    result = engine.train_step(*_share(1), ())
+    result = engine.train_step(*_share(1, plan), ())
     assert not result.skipped and 0 < result.grad_norm < float("inf")
-    assert engine.scaler.get_scale() == scale / 2
+    assert engine.loss_scale.scale == scale / 2
     after = {name: whole(value) for name, value in engine.model.named_parameters()}
     moved = [name for name, value in after.items() if not torch.equal(value, before[name])]
     assert moved and all("lora_" in name for name in moved)
+
+
+def sum_over_a_cut_vocabulary(width: int) -> None:
+    """The loss over logits cut over ranks, and its gradient, are those of the whole, however the cut falls."""
+    from tasks.trainer.collectives import vocabulary_loss
+
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    draw = torch.Generator().manual_seed(3)
+    whole_logits = 8 * torch.randn(11, width, generator=draw, dtype=torch.float64)
+    targets = torch.randint(width, (11,), generator=draw)
+    targets[:2] = torch.tensor([0, width - 1])
+    size = -(-width // ranks)
+    logits = whole_logits[:, size * rank : size * (rank + 1)].clone().requires_grad_()
+    loss = vocabulary_loss(logits, targets, size * rank, dist.group.WORLD)
+    (3 * loss).backward()
+    whole_logits.requires_grad_()
+    expected = torch.nn.functional.cross_entropy(whole_logits, targets, reduction="sum")
+    (3 * expected).backward()
+    assert torch.allclose(loss, expected, rtol=1e-13)
+    assert torch.allclose(logits.grad, whole_logits.grad[:, size * rank : size * (rank + 1)], atol=1e-13)
+
+
+def hand_tokens_over() -> None:
+    """Each collective and its backward pass, against the sums and slices that they stand for."""
+    from tasks.trainer import collectives
+
+    dist.init_process_group("gloo")
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    draw = torch.Generator().manual_seed(5)
+    terms = torch.randn(ranks, 2, 3 * ranks, 4, generator=draw, dtype=torch.float64)  # a tensor a rank
+    weights = torch.randn(
+        ranks, 2, 3 * ranks, 4, generator=draw, dtype=torch.float64
+    )  # what each makes of it
+    total = terms.sum(0)
+
+    def part(tensor: torch.Tensor, of: int = rank) -> torch.Tensor:
+        return tensor.chunk(ranks, dim=1)[of]
+
+    cases = (  # name, input here, output here, gradient of the input here when the output's is `weights[rank]`
+        ("whole_to_parts", total, total, weights.sum(0)),
+        ("parts_to_whole", terms[rank], total, weights[rank]),
+        ("slice_to_parts", part(total), total, part(weights.sum(0))),
+        ("whole_to_slice", total, part(total), torch.cat([part(weights[r], r) for r in range(ranks)], 1)),
+        (
+            "parts_to_slice",
+            terms[rank],
+            part(total),
+            torch.cat([part(weights[r], r) for r in range(ranks)], 1),
+        ),
+        ("slice_to_whole", part(total), total, part(weights[rank])),
+    )
+    for name, given, expected, gradient in cases:
+        tensor = given.clone().requires_grad_()
+        out = getattr(collectives, name)(tensor, group)
+        assert torch.allclose(out, expected), name
+        out.backward(weights[rank] if out.shape == total.shape else part(weights[rank]))
+        assert torch.allclose(tensor.grad, gradient), name
+
+
+def need_the_optimizer(root: str, plan: Plan, folder: str) -> None:
+    """A run goes on from a checkpoint as if never stopped; without the optimizer's state it would not."""
+    from tasks.trainer import training_state
+
+    _join(plan)
+    engine = _engine(root, plan, "float32")
+    for step in range(3):
+        engine.train_step(*_share(step, plan), ())
+    engine.save(Path(folder))
+    expected = [engine.train_step(*_share(step, plan), ()).loss for step in range(3, 6)]
+    again = _engine(root, plan, "float32")
+    again.load(Path(folder))
+    assert [again.train_step(*_share(step, plan), ()).loss for step in range(3, 6)] == expected
+    forgetful = _engine(root, plan, "float32")
+    forgetful.load(Path(folder))
+    forgetful.optimizer.state.clear()
+    training_state.fill(forgetful.optimizer)
+    got = [forgetful.train_step(*_share(step, plan), ()).loss for step in range(3, 6)]
+    assert got[0] == expected[0] and abs(got[2] - expected[2]) > 1e-4 * expected[2]

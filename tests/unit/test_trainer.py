@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tasks.contracts import CheckpointManifest, RankPerformance
+from tasks.contracts import CheckpointManifest
 from tasks.data.order import MicroBatch
 from tasks.data.prepared import Split
 from tasks.errors import UserError
@@ -25,7 +25,6 @@ from tasks.trainer.guards import check_finite, hold_as_worker, run_lock
 from tasks.trainer.loading import load_base
 from tasks.trainer.loop import collate
 from tasks.trainer.loss import TokenLossSum
-from tasks.trainer.performance import advise
 from tasks.trainer.run_state import StepLog, StepRecord
 from tests import tiny
 
@@ -54,7 +53,7 @@ def test_the_loss_counts_each_learnt_token_once_whatever_the_padding(
     rows = split([[5, 6, 7, 8], [9, 10]], [[-100, 6, -100, 8], [9, 10]])
     batch = collate(rows, MicroBatch((0, 1), True))
     with torch.no_grad():
-        together = TokenLossSum(model, model)(batch.input_ids, batch.labels)
+        together = TokenLossSum(model, model, "float32")(batch.input_ids, batch.labels)
         alone = 0.0
         for ids, targets in (([5, 6, 7, 8], {1: 6, 3: 8}), ([9, 10], {1: 10})):
             logits = model(input_ids=torch.tensor([ids])).logits[0]
@@ -68,7 +67,7 @@ def test_a_full_head_and_a_plain_head_agree(model_folder: Path, tmp_path: Path) 
     ensure_base(wanted(model_folder), Paths(tmp_path))
     model = load_base(Paths(tmp_path), torch.float32)
     batch = collate(split([[5, 6, 7], [9, 10, 3]], [[-100, 6, 7], [-100, -100, 3]]), MicroBatch((0, 1), True))
-    plain, whole = TokenLossSum(model, model), TokenLossSum(model, model)
+    plain, whole = TokenLossSum(model, model, "float32"), TokenLossSum(model, model, "float32")
     whole.plain_head = False
     assert plain.plain_head
     assert torch.allclose(
@@ -80,7 +79,7 @@ def test_a_stand_in_has_loss_zero_and_gradient_zero(model_folder: Path, tmp_path
     ensure_base(wanted(model_folder), Paths(tmp_path))
     model = load_base(Paths(tmp_path), torch.float32)
     batch = collate(split([[5, 6, 7]], [[5, 6, 7]]), MicroBatch((0,), False))
-    loss = TokenLossSum(model, model)(batch.input_ids, batch.labels)
+    loss = TokenLossSum(model, model, "float32")(batch.input_ids, batch.labels)
     loss.backward()
     assert loss.item() == 0.0
     gradients = [weight.grad for weight in model.parameters()]
@@ -188,32 +187,3 @@ def test_numbers_that_are_none_stop_the_run() -> None:
     with pytest.raises(UserError, match="gradient norm=inf"):
         check_finite(1.0, math.inf, 3, "float32")
     check_finite(1.0, math.inf, 3, "float16")
-
-
-# --- advice -------------------------------------------------------------------------------------
-
-
-def rank(number: int = 0, **shares: float) -> RankPerformance:
-    values = {"data_wait": 0.0, "communication": 0.0, "idle": 0.0, **shares}
-    return RankPerformance(
-        rank=number,
-        compute=1 - sum(values.values()),
-        gpu_utilisation_percent=None,
-        peak_memory_bytes=1 << 30,
-        peak_memory_kind="process_rss",
-        **values,
-    )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "word"),
-    [
-        ([rank(data_wait=0.3)], "wait for data"),
-        ([rank(0, communication=0.4), rank(1)], "slower one"),
-        ([rank(0, communication=0.3), rank(1, communication=0.3)], "Gradient exchange"),
-        ([rank(idle=0.5)], "saving, logging"),
-        ([rank()], "a GPU is the only large gain"),
-    ],
-)
-def test_advice_names_the_largest_loss_of_time(ranks: list[RankPerformance], word: str) -> None:
-    assert word in advise(ranks, tiny.cpu_plan(), 8 << 30)

@@ -1,0 +1,96 @@
+"""What a checkpoint holds: trainable weights and the optimizer's state of them, as boxes by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tasks.trainer.pieces import Piece, local
+
+READ_BYTES = 2 * 2**30  # read at once for an export
+
+
+def fill(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state that an optimizer only makes at its first step, by a step at rate zero, which moves nothing."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def boxes(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """{"model": {name: box}, "optimizer": {"state": {name: {key: box or number}}}} of this rank's pieces."""
+    weights: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    for piece in pieces:
+        if piece.name in weights:  # the other end of a tied table
+            continue
+        weights[piece.name] = piece.box(piece.weight)
+        states[piece.name] = {
+            key: piece.box(value) if _is_like(value, piece.weight) else value
+            for key, value in optimizer.state[piece.weight].items()
+        }
+    return {"model": weights, "optimizer": {"state": states}}
+
+
+def _is_like(value: object, weight: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == weight.shape and value.dim() > 0
+
+
+def twins(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Piece]]:
+    """Both ends of a tied table, where one rank holds both."""
+    seen: dict[str, Piece] = {}
+    for piece in pieces:
+        if piece.name in seen:
+            yield seen[piece.name], piece
+        seen[piece.name] = piece
+
+
+def copy_twins(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> None:
+    """After a load: the second end of a tied table is as the first."""
+    for first, second in twins(pieces):
+        local(second.weight.detach()).copy_(local(first.weight.detach()))
+        for key, value in optimizer.state[first.weight].items():
+            mine = optimizer.state[second.weight][key]
+            if isinstance(value, torch.Tensor):
+                local(mine).copy_(local(value))
+
+
+def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """All trained weights of a checkpoint by name, whole and on the CPU, in `dtype` or as they were saved.
+
+    Any one process may do it, whatever the plan that saved them; a group of tensors is read at a time.
+    """
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    prefix = "model."
+    weights: dict[str, torch.Tensor] = {}
+    group: dict[str, torch.Tensor] = {}
+    size = 0
+
+    def take() -> None:
+        dcp.load({"model": group}, checkpoint_id=checkpoint, no_dist=True)
+        weights.update({name: value.to(dtype or value.dtype) for name, value in group.items()})
+        group.clear()
+
+    for key, described in stored.items():
+        if not key.startswith(prefix) or not isinstance(described, TensorStorageMetadata):
+            continue
+        group[key.removeprefix(prefix)] = torch.empty(described.size, dtype=described.properties.dtype)
+        size += described.size.numel() * described.properties.dtype.itemsize
+        if size > READ_BYTES:
+            take()
+            size = 0
+    take()
+    return weights
