@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tasks.contracts import BaseModelRef, FinalManifest, Precision, TrainReport
+from tasks.contracts import BaseModelRef, FinalManifest, FinetuningType, Precision, TrainReport
 from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.trainer.base_model import weights_folder
@@ -29,6 +29,11 @@ DTYPES: dict[Precision, torch.dtype] = {
     "float64": torch.float64,
 }
 DROPOUT_KEYS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+
+
+def stored_precision(method: FinetuningType, precision: Precision) -> Precision:
+    """Full tuning keeps float32 masters (float64 in a proof); a frozen base is held in the precision it computes in."""
+    return "float32" if method == "full" and precision != "float64" else precision
 
 
 def device() -> torch.device:

@@ -5,6 +5,7 @@ Started by torchrun, one process a rank: `python -m tasks.trainer.trial REQUEST.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tasks.trainer.engine import Batch
 
 WARM_UP = 2
+SHARE_FOR_WHOLE = 0.6  # of a device's free memory that a whole model may take before it is cut
 
 
 class TrialRequest(Contract):
@@ -69,6 +71,8 @@ def _measure(request: TrialRequest) -> TrialResult:
     cuda = plan.device == "cuda"
     vocab = engine.model.config.vocab_size
     if cuda:
+        gc.collect()
+        torch.cuda.empty_cache()  # of the whole model, where it was cut or sharded here
         torch.cuda.reset_peak_memory_stats()
     # The longest rows first: they decide the peak, and all shapes are warm afterwards.
     lengths = [request.sequence, *[request.mean_row] * (WARM_UP - 1 + request.steps)]
@@ -87,21 +91,23 @@ def _measure(request: TrialRequest) -> TrialResult:
 
 
 def _random_model(request: TrialRequest) -> PreTrainedModel:
-    """The model of the config with random weights, made where it will train; on the CPU if no device holds it whole."""
+    """The model of the config with random weights, made where it will train; on the CPU if the device is too small."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tasks.trainer.loading import DTYPES
+    from tasks.trainer.loading import DTYPES, stored_precision
     from tasks.trainer.parallelize import local_device
 
     described = json.loads(Path(request.config).read_text(encoding="utf-8"))
     config = AutoConfig.for_model(described.pop("model_type"), **described)
-    full = request.train.finetuning_type == "full"
-    place = local_device(request.plan) if request.plan.sharding == "none" else torch.device("cpu")
+    dtype = DTYPES[stored_precision(request.train.finetuning_type, request.precision)]
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    place = local_device(request.plan)
+    if place.type == "cuda" and size * dtype.itemsize > SHARE_FOR_WHOLE * torch.cuda.mem_get_info()[0]:
+        place = torch.device("cpu")
     with place:
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32 if full else DTYPES[request.precision]
-        )
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _batch(rows: int, length: int, vocab: int) -> Batch:

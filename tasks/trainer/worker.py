@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.contracts import BaseModelRef, Contract, Plan, Precision, Resolved
+from tasks.contracts import BaseModelRef, Contract, Plan, Resolved
 from tasks.errors import USER_ERROR_EXIT_CODE, UserError
 from tasks.params import Params, read_params
 from tasks.paths import Paths
@@ -91,7 +91,7 @@ def _train(
     from tasks.data.order import SampleOrder
     from tasks.data.prepared import Split
     from tasks.trainer.finish import finish
-    from tasks.trainer.loading import DTYPES
+    from tasks.trainer.loading import DTYPES, stored_precision
     from tasks.trainer.loop import Job, Lengths, train_loop
     from tasks.trainer.performance import GpuWatch, rank_performance
     from tasks.trainer.torch_engine import TorchEngine
@@ -115,11 +115,6 @@ def _train(
     if tracker:
         tracker.close()
     engine.close()
-
-
-def stored_precision(method: str, precision: Precision) -> Precision:
-    """Full tuning keeps float32 masters (float64 in a proof); a frozen base is held in the precision it computes in."""
-    return "float32" if method == "full" and precision != "float64" else precision
 
 
 def _load_base(paths: Paths, dtype: torch.dtype, me: Rank) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from tasks.params import read_params
 from tasks.paths import Paths
 
 if TYPE_CHECKING:
-    from tasks.trainer.engine import Batch
+    from tasks.trainer.engine import Batch, StepResult
     from tasks.trainer.torch_engine import TorchEngine
 
 TOKENS = 8
@@ -40,12 +40,11 @@ def _join(plan: Plan) -> None:
 
 def _engine(root: str, plan: Plan, precision: Precision) -> TorchEngine:
     """An engine on the workspace's model, every layer recomputed in the backward pass."""
-    from tasks.trainer.loading import DTYPES, load_base
+    from tasks.trainer.loading import DTYPES, load_base, stored_precision
     from tasks.trainer.torch_engine import TorchEngine
 
     params = read_params(Path(root) / "params.yaml")
-    held = "float32" if params.train.finetuning_type == "full" else precision
-    base = load_base(Paths(Path(root)), DTYPES[held])
+    base = load_base(Paths(Path(root)), DTYPES[stored_precision(params.train.finetuning_type, precision)])
     recomputing = plan.model_copy(update={"activation_checkpointing": "full"})
     engine = TorchEngine(base, params.train, recomputing, precision, 10, params.seed)
     engine.loss_scale.scale = SMALL_SCALE
@@ -53,34 +52,55 @@ def _engine(root: str, plan: Plan, precision: Precision) -> TorchEngine:
 
 
 def _share(step: int, plan: Plan) -> tuple[list[Batch], int]:
-    """Two micro-batches of two rows, others on every data rank and step, and the targets of all of them."""
+    """This rank's micro-batches of two rows, of a step that has others each time, and the targets of all of them."""
     from tasks.trainer.engine import Batch
     from tasks.trainer.mesh import data_rank
 
-    draw = torch.Generator().manual_seed(100 * step + data_rank(plan, dist.get_rank()))
-    rows = [torch.randint(3, 259, (2, TOKENS), generator=draw) for _ in range(2)]
-    return [Batch(ids, ids) for ids in rows], plan.data_parallel * 4 * (TOKENS - 1)
+    every = []
+    for number in range(plan.accumulation * plan.data_parallel):
+        draw = torch.Generator().manual_seed(100 * step + number)
+        ids = torch.randint(3, 259, (2, TOKENS), generator=draw)
+        every.append(Batch(ids, ids))
+    return every[data_rank(plan, dist.get_rank()) :: plan.data_parallel], len(every) * 2 * (TOKENS - 1)
 
 
-def agree_at_the_first_step(root: str, one: Plan, other: Plan, precision: Precision) -> None:
-    """Two plans give the first step's loss to a millionth, and every gradient up to the order of its sums."""
+def _first_step(root: str, plan: Plan, precision: Precision, folder: Path) -> StepResult:
+    """One step's result; its gradients are left in `folder` by parameter name, whole whatever the plan."""
+    import torch.distributed.checkpoint as dcp
+
+    engine = _engine(root, plan, precision)
+    result = engine.train_step(*_share(0, plan), ())
+    dcp.save(
+        {"model": {piece.name: piece.box(piece.weight.grad) for piece in engine.pieces}}, checkpoint_id=folder
+    )
+    return result
+
+
+def agree_at_the_first_step(
+    root: str,
+    one: Plan,
+    other: Plan,
+    precision: Precision,
+    folder: str,
+    loss: float = 1e-6,
+    gradient: float = 1e-5,
+) -> None:
+    """Two plans give the first step's loss within `loss`, its norm and every gradient within `gradient`."""
+    from tasks.trainer.training_state import read_weights
+
     _join(one)
-    left, right = (_engine(root, plan, precision) for plan in (one, other))
-    batches, targets = _share(0, one)
-    first, second = (engine.train_step(batches, targets, ()) for engine in (left, right))
-    assert abs(first.loss - second.loss) <= 1e-6 * first.loss
-    assert abs(first.grad_norm - second.grad_norm) <= 1e-5 * first.grad_norm
+    folders = Path(folder) / "one", Path(folder) / "other"
+    results = [_first_step(root, plan, precision, to) for plan, to in zip((one, other), folders, strict=True)]
+    first, second = results
+    assert abs(first.loss - second.loss) <= loss * first.loss
+    assert abs(first.grad_norm - second.grad_norm) <= gradient * first.grad_norm
     assert not first.skipped and not second.skipped
-    gradients = {
-        name: whole(weight.grad) for name, weight in left.model.named_parameters() if weight.requires_grad
-    }
-    compared = 0
-    for name, weight in right.model.named_parameters():
-        if weight.requires_grad:
-            gradient = whole(weight.grad)
-            assert (gradient - gradients[name]).norm() <= 1e-5 * gradients[name].norm(), name
-            compared += int(gradient.any())
-    assert compared >= len(gradients) / 2 > 0
+    if dist.get_rank() == 0:
+        left, right = (read_weights(each, None) for each in folders)
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            assert (value - right[name]).norm() <= gradient * value.norm(), name
+        assert sum(bool(value.any()) for value in left.values()) >= len(left) / 2 > 0
 
 
 def hold_half(root: str, plan: Plan) -> None:

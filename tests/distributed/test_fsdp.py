@@ -83,7 +83,7 @@ def test_bfloat16_rounds_as_under_ddp(
     tmp_path: Path, method: str, model: dict[str, Any], plans: tuple[Plan, Plan]
 ) -> None:
     root = workspace(tmp_path / "w", model, **{"train.finetuning_type": method})
-    run_ranks(plans[0].world_size, agree_at_the_first_step, str(root), *plans, "bfloat16")
+    run_ranks(plans[0].world_size, agree_at_the_first_step, str(root), *plans, "bfloat16", str(tmp_path))
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
