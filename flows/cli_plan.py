@@ -34,6 +34,10 @@ Images = Annotated[int | None, _number("Images a row (default: 1).")]
 Scored = Annotated[int | None, _number("Rows scored at once in evaluation (default: 8).")]
 Gpus = Annotated[int | None, _number("Use at most so many GPUs.")]
 Number = Annotated[int | None, typer.Option(min=1)]
+Schedule = Annotated[
+    Literal["gpipe", "1f1b", "interleaved1f1b", "zerobubble"] | None,
+    typer.Option(help="How a pipeline's stages take turns."),
+]
 Pin = Annotated[list[str] | None, typer.Option(help="More pins, such as sharding=zero3 or offload=cpu.")]
 Picture = Annotated[Path | None, typer.Option(help="Write memory and time of the best plans as a PNG.")]
 WhatHardware = Annotated[bool, typer.Option("--what-hardware", help="Smallest machines that fit.")]
@@ -58,6 +62,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument an option
     dp: Number = None,
     tp: Number = None,
     pp: Number = None,
+    schedule: Schedule = None,
     pin: Pin = None,
     picture: Picture = None,
     what_hardware: WhatHardware = False,
@@ -69,8 +74,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument an option
     from tasks.commands.plan_question import Question
 
     _agree(what_hardware, largest, hardware, picture)
-    degrees = {"gpus": gpus, "micro_batch": micro_batch, "dp": dp, "tp": tp, "pp": pp}
-    words = [*(pin or []), *(f"{key}={value}" for key, value in degrees.items() if value)]
+    said = {"gpus": gpus, "micro_batch": micro_batch, "dp": dp, "tp": tp, "pp": pp, "schedule": schedule}
+    words = [*(pin or []), *(f"{key}={value}" for key, value in said.items() if value)]
     question = Question(
         model=model,
         hardware=hardware,

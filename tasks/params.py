@@ -13,6 +13,8 @@ from ruamel.yaml.error import YAMLError
 from tasks.errors import UserError
 
 Auto = Literal["auto"]
+Switch = Literal["auto", True, False]
+CommunicationHook = Literal["none", "fp16", "bf16", "powersgd"]
 Degree = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -32,6 +34,16 @@ MIGRATIONS = {
     "data_parallel_degree": "select_strategy.data_parallel_degree",
     "tensor_parallel_degree": "select_strategy.tensor_parallel_degree",
     "pipeline_parallel_degree": "select_strategy.pipeline_parallel_degree",
+    "tensor_model_parallel_size": "select_strategy.tensor_parallel_degree",
+    "pipeline_model_parallel_size": "select_strategy.pipeline_parallel_degree",
+    "pipeline_schedule": "select_strategy.pipeline_schedule",
+    "pipeline_parallel_schedule": "select_strategy.pipeline_schedule",
+    "sequence_parallel": "select_strategy.sequence_parallel",
+    "compile": "select_strategy.compile",
+    "torch_compile": "select_strategy.compile",
+    "communication_hook": "train.communication_hook",
+    "ddp_comm_hook": "train.communication_hook",
+    "comm_hook": "train.communication_hook",
     "ddp_backend": "select_strategy.ddp_backend",
     "fsdp": "select_strategy.sharding",
     "gradient_checkpointing": "select_strategy.activation_checkpointing",
@@ -87,10 +99,13 @@ class SelectStrategyParams(Section):
     data_parallel_degree: Degree | Auto
     tensor_parallel_degree: Degree | Auto
     pipeline_parallel_degree: Degree | Auto
+    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved1f1b", "zerobubble"]
+    sequence_parallel: Switch
     per_device_train_batch_size: Degree | Auto
     gradient_accumulation_steps: Degree | Auto
     sharding: Literal["auto", "none", "fsdp2"]
     activation_checkpointing: Literal["auto", "none", "selective", "full"]
+    compile: Switch
     ddp_backend: Literal["auto", "nccl", "gloo"]
     memory_margin: Share
     trials: Annotated[int, Field(ge=0, le=16)]
@@ -119,6 +134,7 @@ class TrainParams(Section):
     adam_epsilon: Positive
     max_grad_norm: Positive
     precision: Literal["auto", "float32", "bfloat16", "float16"]
+    communication_hook: CommunicationHook
     checkpoint_every_seconds: Annotated[float, Field(ge=0)]
     keep_checkpoints: Degree
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tasks.contracts import DataManifest, HardwareProfile, ModelSpec, PlanReport, Precision, Resolved
@@ -13,7 +16,7 @@ from tasks.planner.capabilities import TRAINABLE_NOW, Capabilities
 from tasks.planner.explain import report as plan_report
 from tasks.planner.explain import table
 from tasks.planner.model_spec import model_spec
-from tasks.planner.problem import Pins, Problem
+from tasks.planner.problem import COMPILE_SECONDS, Pins, Problem
 from tasks.planner.search import Found, search
 from tasks.planner.workload import workload
 from tasks.probe.rates import cached_rates
@@ -32,12 +35,14 @@ def select_strategy(params: Params, paths: Paths) -> PlanReport:
     """
     hardware = HardwareProfile.read(paths.hardware)
     manifest = DataManifest.read(paths.manifest)
-    spec = model_spec(read_config(paths.base / "config.json"))
+    config = read_config(paths.base / "config.json")
+    spec = model_spec(config)
     resolved = resolve(params.train, hardware)
     note = precision_note(resolved.precision, hardware)
     if note:
         say(note)
-    problem = as_problem(params, manifest, hardware, spec, resolved.precision, TRAINABLE_NOW)
+    trained = trainable(params, config)
+    problem = as_problem(params, manifest, hardware, spec, resolved.precision, trained)
     found = search(problem)
     if params.select_strategy.trials:
         problem, found = with_trials(params, paths.base / "config.json", problem, found)
@@ -45,6 +50,12 @@ def select_strategy(params: Params, paths: Paths) -> PlanReport:
     report.write(paths.plan)
     say(table(report))
     return report
+
+
+def trainable(params: Params, config: Mapping[str, object]) -> Capabilities:
+    """What this version trains of a model: one that runs its own code is neither cut over ranks nor over stages."""
+    own_code = params.model.trust_remote_code and bool(config.get("auto_map"))
+    return replace(TRAINABLE_NOW, split_families=frozenset()) if own_code else TRAINABLE_NOW
 
 
 def as_problem(
@@ -73,7 +84,18 @@ def as_problem(
         evaluation_rows=params.evaluate.batch_size,
         rates=cached_rates(hardware),
         corrections=read_corrections(hardware),
+        steps=run_steps(params.train, manifest, params.global_batch, hardware),
     )
+
+
+def run_steps(train: TrainParams, manifest: DataManifest, batch: int, hardware: HardwareProfile) -> int:
+    """Optimizer steps of the run, as `SampleOrder.steps` counts them; a token budget is spent on average rows."""
+    split = manifest.train
+    steps = max(1, round(train.num_train_epochs * math.ceil(split.rows / batch)))
+    budget = resolve(train, hardware).token_budget
+    if budget is None:
+        return steps
+    return max(1, min(steps, int(budget / (batch * split.tokens / split.rows))))
 
 
 def with_trials(params: Params, config: Path, problem: Problem, found: Found) -> tuple[Problem, Found]:
@@ -84,7 +106,8 @@ def with_trials(params: Params, config: Path, problem: Problem, found: Found) ->
     """
     tried = found.fitting[: params.select_strategy.trials]
     results = try_plans(config, tried, params.train, problem.work, problem.hardware, TRIAL_STEPS)
-    ran, failed = by_measurement(tried, results)
+    compiling = COMPILE_SECONDS / problem.steps if problem.steps else 0.0
+    ran, failed = by_measurement(tried, results, compiling)
     if not ran:
         raise UserError(
             f"all {len(tried)} tried plans failed ({results[0].failed}); set select_strategy.trials=0 to go on "

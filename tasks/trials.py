@@ -15,16 +15,12 @@ from tasks.contracts import Candidate, Corrections, HardwareProfile, Plan
 from tasks.errors import UserError
 from tasks.params import TrainParams
 from tasks.paths import corrections_file
+from tasks.planner.cost import regime
 from tasks.planner.workload import Workload
 from tasks.stage import die_with_parent, heartbeat, say
 from tasks.trainer.trial import TrialRequest, TrialResult
 
 LIMIT_SECONDS = 300
-
-
-def regime(work: Workload, plan: Plan) -> str:
-    """What a correction holds for: method, precision and checkpointing decide which kernels run."""
-    return f"{work.method} {work.precision} {plan.activation_checkpointing}"
 
 
 def try_plans(
@@ -47,7 +43,8 @@ def try_plans(
             mean_row=max(2, round(work.mean_row)),
             steps=steps,
         )
-        name = f"{candidate.plan.name}, micro-batch {candidate.plan.micro_batch}"
+        compiled = ", compiled" if candidate.plan.compiled else ""
+        name = f"{candidate.plan.name}, micro-batch {candidate.plan.micro_batch}{compiled}"
         with heartbeat(f"trial {number} of {len(candidates)}: {name}"):
             result = _launch(request, hardware)
         assert candidate.estimate is not None, "search costs every candidate"
@@ -126,11 +123,18 @@ def learn(
 
 
 def by_measurement(
-    candidates: Sequence[Candidate], results: Sequence[TrialResult]
+    candidates: Sequence[Candidate], results: Sequence[TrialResult], compiling: float = 0.0
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """The tried candidates that ran, fastest first, and those that failed, with why."""
-    ran = [(result.seconds, candidate) for candidate, result in zip(candidates, results, strict=True)]
-    order = sorted((pair for pair in ran if pair[0] is not None), key=lambda pair: pair[0] or 0.0)
+    """The tried candidates that ran, fastest first, and those that failed, with why.
+
+    `compiling` is a step's share, in seconds, in the time that compiling takes before the first.
+    """
+    ran = [
+        (result.seconds + compiling * candidate.plan.compiled, candidate)
+        for candidate, result in zip(candidates, results, strict=True)
+        if result.seconds is not None
+    ]
+    order = sorted(ran, key=lambda pair: pair[0])
     failed = [
         candidate.model_copy(update={"rejected": f"in a trial on this machine it {_past(result.failed)}"})
         for candidate, result in zip(candidates, results, strict=True)

@@ -72,7 +72,7 @@ def plan(question: Question, workspace: tuple[Params, Paths] | None) -> Answer:
 
 def trained(problem: Problem, plan: Plan) -> bool:
     """Whether this version of elastane trains the plan."""
-    return TRAINABLE_NOW.can(plan, problem.work, len(problem.hardware.gpus))
+    return TRAINABLE_NOW.can(plan, problem.spec, problem.work, len(problem.hardware.gpus))
 
 
 def _today(problem: Problem, report: PlanReport) -> str:
@@ -88,7 +88,7 @@ def _today(problem: Problem, report: PlanReport) -> str:
         best = search(problem.changed(capabilities=TRAINABLE_NOW, pins=free)).fitting[0]
     except NothingFits as error:
         why = str(error).removeprefix("no plan fits: ")
-        return f"of the plans that this version trains (one process, DDP or FSDP2 on one machine) none fits: {why}"
+        return f"of the plans that this version trains (engine torch on one machine) none fits: {why}"
     except UserError as error:
         return f"this version has no plan for it: {error}"
     speed = best.estimate.tokens_per_second if best.estimate else 0.0

@@ -67,7 +67,8 @@ def _label(candidate: Candidate) -> str:
     plan = candidate.plan
     level = {"none": "", "selective": ", selective", "full": ", recomputing"}[plan.activation_checkpointing]
     schedule = f", {plan.schedule}" if plan.pp > 1 else ""
-    return f"{plan.name}\nmicro {plan.micro_batch} x {plan.accumulation}{level}{schedule}"
+    compiled = ", compiled" if plan.compiled else ""
+    return f"{plan.name}\nmicro {plan.micro_batch} x {plan.accumulation}{level}{schedule}{compiled}"
 
 
 def _stack(axes: Axes, plans: list[Candidate], terms_of: Callable[[Candidate], dict[str, Any]]) -> None:

@@ -9,8 +9,21 @@ from typing import Any
 from tasks.errors import UserError
 from tasks.planner.problem import Pins
 
-SHORT = {"dp": "data_parallel", "micro": "micro_batch", "checkpointing": "activation_checkpointing"}
-OPTIONS = {"data_parallel": "--dp", "tp": "--tp", "pp": "--pp", "micro_batch": "--micro-batch"}
+SHORT = {
+    "dp": "data_parallel",
+    "micro": "micro_batch",
+    "checkpointing": "activation_checkpointing",
+    "sp": "sequence_parallel",
+    "compile": "compiled",
+}
+OPTIONS = {
+    "data_parallel": "--dp",
+    "tp": "--tp",
+    "pp": "--pp",
+    "micro_batch": "--micro-batch",
+    "schedule": "--schedule",
+}
+SWITCH = {"true": True, "false": False}
 WORDS = {
     "activation_checkpointing": ("none", "selective", "full"),
     "engine": ("torch", "deepspeed"),
@@ -20,6 +33,8 @@ WORDS = {
     "offload_parameters": ("none", "cpu", "nvme"),
     "schedule": ("none", "gpipe", "1f1b", "interleaved1f1b", "zerobubble"),
     "replication": ("ddp", "data_parallel"),
+    "sequence_parallel": tuple(SWITCH),
+    "compiled": tuple(SWITCH),
 }
 
 
@@ -45,7 +60,7 @@ def parse_pins(words: Sequence[str]) -> Pins:
         elif value not in WORDS[key]:
             raise UserError(f"--pin {word}: {key} knows {', '.join(WORDS[key])}; use one of them")
         else:
-            found[key] = value
+            found[key] = SWITCH.get(value, value)
     return Pins(**found)
 
 

@@ -21,7 +21,7 @@ from tasks.planner.vision import image_tokens
 from tasks.planner.workload import Method, Workload
 from tasks.probe.rates import cached_rates
 from tasks.probe_hardware import read_machine
-from tasks.select_strategy import as_problem, natural_precision, read_config, resolve
+from tasks.select_strategy import as_problem, natural_precision, read_config, resolve, run_steps
 from tasks.trials import read_corrections
 
 ROW = 2048  # tokens of a row where nothing is said
@@ -149,6 +149,7 @@ def _of_workspace(
         work=work,
         batch=question.batch or problem.batch,
         evaluation_rows=question.evaluation_rows or problem.evaluation_rows,
+        steps=run_steps(params.train, manifest, question.batch or problem.batch, hardware),
     )
 
 

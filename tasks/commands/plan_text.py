@@ -8,7 +8,7 @@ from tasks.commands.plan import Answer, trained
 from tasks.commands.plan_inverse import Inverse
 from tasks.contracts import HardwareProfile
 from tasks.planner.explain import CAPTION, SHOWN, bars, cost_of, counts, heading, name_width, row, runners_up
-from tasks.planner.legal import either
+from tasks.planner.ground import either
 from tasks.planner.problem import Problem
 from tasks.planner.words import gib, moment, seconds, settings
 

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.errors import UserError
 
-Precision = Literal["float32", "bfloat16", "float16", "float64"]  # float64 in proofs alone: no recipe may ask for it
+# float64 is for proofs alone: no recipe may ask for it.
+Precision = Literal["float32", "bfloat16", "float16", "float64"]
 FinetuningType = Literal["lora", "full"]
 Degree = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]

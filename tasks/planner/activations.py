@@ -10,6 +10,8 @@ FLOAT32 = 4
 COMPUTE_BYTES: dict[Precision, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # There is no flash attention in float32 on CUDA: the scores are kept (seen in benchmarks/results/planner-gpu.json).
 FLOAT32_SCORES = 4
+# Matrices whose inputs tensor parallelism cuts; it cuts the outputs of all others.
+ROWWISE = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj")
 MEASURED_TYPES = {"full": "full", "lora": "lora", "qlora": "lora"}
 
 # Counted with torch's saved-tensor hooks on the transformers 5.24 decoders under autocast (the test
@@ -29,8 +31,7 @@ def layer_bytes_per_token(
 ) -> float:
     """What one decoder layer keeps for its backward pass without recomputation, bytes a token (see `SAVED`)."""
     compute = COMPUTE_BYTES[work.precision]
-    key_of = (MEASURED_TYPES[work.method], compute)
-    saved = software.saved.get(key_of) or SAVED[key_of]
+    saved = _saved_of(work, software)
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     ffn = active_ffn(spec) * (1.0 if spec.gated_mlp else 0.5)
     total = saved.hidden * spec.hidden + saved.ffn * ffn + saved.query * query + saved.key * key
@@ -42,6 +43,11 @@ def layer_bytes_per_token(
         if work.method == "lora":  # under qlora bitsandbytes' MatMul4Bit keeps its input (seen in its source)
             total -= compute * _inputs_not_kept(spec, adapted, active_ffn(spec))
     return total + software.scores * spec.heads * sequence
+
+
+def _saved_of(work: Workload, software: Software) -> SavedBytes:
+    key = (MEASURED_TYPES[work.method], COMPUTE_BYTES[work.precision])
+    return software.saved.get(key) or SAVED[key]
 
 
 def _inputs_not_kept(spec: ModelSpec, adapted: set[str], ffn: float) -> float:
@@ -61,31 +67,62 @@ def layer_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software)
     """Bytes a token of one layer on one rank: (its whole working set, what is kept until its backward pass).
 
     Tensor parallelism divides what lies inside attention and MLP, and with sequence parallelism the rest too;
-    without, 10 of Korthikanti et al.'s 34 bytes a hidden entry stay whole (arXiv:2205.05198, equations 2 to 4).
-    Full checkpointing keeps a layer's input; selective keeps the outputs of its matrix products.
+    without, 10 of Korthikanti et al.'s 34 bytes a hidden entry stay whole (arXiv:2205.05198, equations 2 to 4), and
+    with this project's own trainer all that are hidden wide. Full checkpointing keeps a layer's input; selective
+    keeps the outputs of its matrix products, but those of adapters' second ones.
     """
     compute = COMPUTE_BYTES[work.precision]
     whole = layer_bytes_per_token(spec, work, software, work.sequence)
     if work.precision == "float32" and plan.device == "cuda" and not software.scores:
         whole += FLOAT32_SCORES * spec.heads * work.sequence
+    if plan.compiled:
+        whole *= software.compiled_activations
     if plan.tp > 1:
-        norms = 0.0 if plan.sequence_parallel else 5.0 * compute * spec.hidden
-        norms = min(norms, 0.6 * whole)
-        gathered = 0.0 if plan.pp > 1 else software.gathered_inputs
-        whole = norms + (whole - norms) / plan.tp + gathered * spec.hidden
+        stays = _not_divided(spec, plan, work, software, whole)
+        whole = stays + (whole - stays) / plan.tp
+        if not software.native and plan.pp == 1:
+            whole += software.gathered_inputs * spec.hidden
     if plan.activation_checkpointing == "none":
         return whole, whole
-    default = FLOAT32 if work.method == "full" and software is ELASTANE else compute
-    residual = (software.residual if software.residual is not None else default) * spec.hidden
+    residual = hidden_state_bytes(work, software) * spec.hidden
     if plan.tp > 1 and plan.sequence_parallel:
         residual /= plan.tp
     if plan.activation_checkpointing == "full":
         return whole, residual
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     ups = 2 if spec.gated_mlp else 1
-    products = query + 2 * key + 2 * spec.hidden + ups * active_ffn(spec)
+    # Before they are summed over ranks, the outputs of a layer's two rowwise matrices are as wide as hidden.
+    out = 2.0 * spec.hidden * (plan.tp if software.native else 1)
+    products = query + 2 * key + ups * active_ffn(spec) + out
+    if work.method != "full":
+        products += work.lora_rank * len(lora_shapes(spec, work.lora_targets))
     matmuls = compute * (query + software.selective * products) / plan.tp
     return whole, min(whole, residual + matmuls)
+
+
+def _not_divided(spec: ModelSpec, plan: Plan, work: Workload, software: Software, whole: float) -> float:
+    """Bytes a token of a layer's `whole` that every tensor-parallel rank has.
+
+    Those of the native trainer were counted on two ranks as `SAVED` was: what is hidden wide, or with sequence
+    parallelism the inputs of attention and MLP, which autocast casts for each matrix of a fully tuned layer; and the
+    rank-wide outputs of adapters.
+    """
+    compute = COMPUTE_BYTES[work.precision]
+    if not software.native:
+        return 0.0 if plan.sequence_parallel else min(5.0 * compute * spec.hidden, 0.6 * whole)
+    adapters = 0 if work.method == "full" else len(lora_shapes(spec, work.lora_targets))
+    hidden = _saved_of(work, software).hidden
+    if plan.sequence_parallel:
+        casts = sum(not name.endswith(ROWWISE) for name, _, _ in spec.linear_shapes)
+        hidden = compute * (casts if work.method == "full" and compute < FLOAT32 else 2.0)
+    return min(whole, hidden * spec.hidden + compute * work.lora_rank * adapters)
+
+
+def hidden_state_bytes(work: Workload, software: Software) -> float:
+    """Bytes an entry of what a layer hands the next: what full checkpointing keeps and a pipeline sends."""
+    if software.residual is not None:
+        return software.residual
+    return FLOAT32 if software.native and work.method == "full" else COMPUTE_BYTES[work.precision]
 
 
 def active_ffn(spec: ModelSpec) -> float:
@@ -96,11 +133,13 @@ def active_ffn(spec: ModelSpec) -> float:
     return dense * spec.ffn + (1 - dense) * (spec.moe.active * spec.moe.ffn + spec.moe.shared_ffn)
 
 
-def logit_bytes(precision: Precision, software: Software = ELASTANE) -> float:
+def logit_bytes(precision: Precision, plan: Plan, software: Software = ELASTANE) -> float:
     """Bytes a token and vocabulary entry: float32 logits, log-probabilities and gradient, and the logits
     before the upcast. Taken as if every token were learnt; the loss leaves out those that are not.
     """
-    return software.logits if COMPUTE_BYTES[precision] < FLOAT32 else 3 * FLOAT32
+    if COMPUTE_BYTES[precision] >= FLOAT32:
+        return 3 * FLOAT32
+    return software.compiled_logits if plan.compiled and plan.tp == 1 else software.logits
 
 
 def vision_bytes(spec: ModelSpec, plan: Plan, work: Workload) -> float:

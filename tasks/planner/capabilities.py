@@ -4,33 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tasks.contracts import Plan
+from tasks.contracts import ModelSpec, Plan
+from tasks.planner.families import FAMILIES
 from tasks.planner.workload import Method, Workload
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a trainer can execute."""
+    """What a trainer can execute.
+
+    `split_families` are those whose layers can be cut over ranks or dealt out over stages.
+    """
 
     shardings: frozenset[str]
     levels: tuple[str, ...]
     methods: tuple[Method, ...]
     tensor: bool
     pipeline: bool
+    split_families: frozenset[str]
     offload: bool
     nodes: bool
     images: bool
     disk: bool = True  # offload to NVMe, where nothing else fits
 
-    def can(self, plan: Plan, work: Workload, gpus_per_node: int) -> bool:
+    def splits(self, spec: ModelSpec) -> bool:
+        """Whether the model's layers can be cut over ranks or dealt out over stages."""
+        return spec.family in self.split_families and (self.images or spec.vision is None)
+
+    def can(self, plan: Plan, spec: ModelSpec, work: Workload, gpus_per_node: int) -> bool:
         """Whether a plan of the planner's space can be trained."""
         return (
             plan.sharding in self.shardings
             and plan.replication == "ddp"
             and plan.activation_checkpointing in self.levels
             and work.method in self.methods
-            and (self.tensor or plan.tp == 1)
-            and (self.pipeline or plan.pp == 1)
+            and (plan.tp == 1 or (self.tensor and self.splits(spec)))
+            and (plan.pp == 1 or (self.pipeline and self.splits(spec)))
             and (self.offload or (plan.offload == "none" and plan.offload_parameters == "none"))
             and (self.nodes or plan.device == "cpu" or plan.world_size <= gpus_per_node)
             and (self.images or not work.longest_tiles)
@@ -39,10 +48,11 @@ class Capabilities:
 
 TRAINABLE_NOW = Capabilities(
     shardings=frozenset({"none", "fsdp2"}),
-    levels=("none", "full"),
+    levels=("none", "selective", "full"),
     methods=("full", "lora"),
-    tensor=False,
-    pipeline=False,
+    tensor=True,
+    pipeline=True,
+    split_families=frozenset({"llama", "mistral", "qwen2", "qwen3"}),
     offload=False,
     nodes=False,
     images=False,
@@ -53,6 +63,7 @@ EVERYTHING = Capabilities(
     methods=("full", "lora", "qlora"),
     tensor=True,
     pipeline=True,
+    split_families=frozenset(FAMILIES),
     offload=True,
     nodes=True,
     images=True,

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tasks.contracts import ModelSpec, Plan
-from tasks.planner.activations import COMPUTE_BYTES
+from tasks.planner.activations import COMPUTE_BYTES, ROWWISE
 from tasks.planner.machine import FLOAT32_MATMUL, Machine
 from tasks.planner.model_spec import active_parameters, lora_shapes
+from tasks.planner.stages import stays_gathered
 from tasks.planner.workload import ELASTANE, NF4_BYTES, Software, Workload
 
 # Efficiency of a micro-batch of t tokens on a CPU is t / (t + 100): LoRA of the built-in model on 2 cores trained 162,
@@ -70,12 +71,13 @@ def layer_pass(
         launch = software.launch + software.adapter_launch * adapters_of_layer
         if work.method == "qlora":
             launch += software.four_bit_launch * len(spec.linear_shapes)
-        if plan.sharding in ("zero3", "fsdp2"):
+        if plan.sharding in ("zero3", "fsdp2") and not stays_gathered(plan):
             launch += software.gather_launch
     own = 2.0 if work.method == "full" else 1.0  # frozen weights need no gradient of their own
     forward = max(linear + adapters + attention + moved + dequantise, launch)
     backward = own * linear + 2 * adapters + ATTENTION_BACKWARD * attention + 2 * moved + dequantise
-    backward = max(backward, 2 * launch)
+    # Zero-bubble goes through the backward pass twice, for inputs and for weights: assumed half as dear again.
+    backward = max(backward, (3 if plan.schedule == "zerobubble" else 2) * launch)
     again = {"none": 0.0, "selective": moved + 0.1 * linear, "full": forward}[plan.activation_checkpointing]
     return Pass(forward, backward, again)
 
@@ -85,7 +87,7 @@ def _linear_seconds(
 ) -> float:
     total = 0.0
     for name, d_in, d_out in spec.linear_shapes:
-        down = name.endswith(("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj"))
+        down = name.endswith(ROWWISE)
         share_in, share_out = (tp, 1) if down else (1, tp)
         total += matmul_seconds(machine, rows, d_in / share_in, d_out / share_out, compute, single)
     if spec.moe is not None:

@@ -14,12 +14,18 @@ from tasks.planner.time import seconds
 from tasks.planner.workload import ELASTANE, Software, Workload
 
 
+def regime(work: Workload, plan: Plan) -> str:
+    """What a correction holds for: method, precision, checkpointing and compiling decide which kernels run."""
+    compiled = " compiled" if plan.compiled else ""
+    return f"{work.method} {work.precision} {plan.activation_checkpointing}{compiled}"
+
+
 @dataclass(frozen=True)
 class CostModel:
     """One recipe on one machine.
 
     `margin` is the share of GPU memory kept free, `evaluation_rows` the rows scored at once in evaluation.
-    `corrections` are factors on the seconds of "method precision checkpointing", learnt from trials on this machine.
+    `corrections` are factors on the seconds of a `regime`, learnt from trials on this machine.
     """
 
     spec: ModelSpec
@@ -31,9 +37,9 @@ class CostModel:
     corrections: Mapping[str, float] = field(default_factory=dict)
 
     def correction(self, plan: Plan) -> float:
-        return self.corrections.get(
-            f"{self.work.method} {self.work.precision} {plan.activation_checkpointing}", 1.0
-        )
+        """The learnt factor; one that is known of plain layers alone holds for compiled ones too."""
+        name = regime(self.work, plan)
+        return self.corrections.get(name) or self.corrections.get(name.removesuffix(" compiled"), 1.0)
 
     def memory_limit(self, plan: Plan) -> int:
         """Bytes one rank may fill. Ranks on one CPU share its memory."""
@@ -47,20 +53,13 @@ class CostModel:
     def estimate(self, plan: Plan) -> CostEstimate:
         """Memory, host memory, time, tokens/s and MFU of a plan, whether it fits or not."""
         terms = memory(self.spec, plan, self.work, self.software)
-        spent = seconds(self.spec, plan, self.work, self.machine, self.software)
-        factor = self.correction(plan)
-        if factor != 1.0:
-            spent = {name: taken * factor for name, taken in spent.items()}
-        total = sum(spent.values())
-        world = plan.world_size
-        flops = model_flops(self.spec, self.work) * plan.global_batch
-        peak = self.machine.peak * (world if plan.device == "cuda" else 1)
+        spent, speed, mfu = self._time(plan)
         return CostEstimate(
             memory_bytes=terms,
             memory_limit_bytes=self.memory_limit(plan),
             seconds=spent,
-            tokens_per_second=plan.global_batch * self.work.mean_row / total,
-            mfu=flops / total / peak,
+            tokens_per_second=speed,
+            mfu=mfu,
             save_bytes=save_bytes(self.spec, plan, self.work, terms),
             evaluation_bytes=evaluation_bytes(
                 self.spec, plan, self.work, self.software, terms, self.evaluation_rows
@@ -68,6 +67,24 @@ class CostModel:
             host_bytes=host_memory(self.spec, plan, self.work, self.machine),
             host_limit_bytes=self.host_limit(),
         )
+
+    def compiled(self, plan: Plan, plain: CostEstimate) -> CostEstimate:
+        """The estimate of a compiled plan, from that of the same plan with plain layers."""
+        if self.software.compiled_memory:
+            return self.estimate(plan)
+        spent, speed, mfu = self._time(plan)
+        return plain.model_copy(update={"seconds": spent, "tokens_per_second": speed, "mfu": mfu})
+
+    def _time(self, plan: Plan) -> tuple[dict[str, float], float, float]:
+        """Seconds by term, tokens/s and MFU."""
+        spent = seconds(self.spec, plan, self.work, self.machine, self.software)
+        factor = self.correction(plan)
+        if factor != 1.0:
+            spent = {name: taken * factor for name, taken in spent.items()}
+        total = sum(spent.values())
+        flops = model_flops(self.spec, self.work) * plan.global_batch
+        peak = self.machine.peak * (plan.world_size if plan.device == "cuda" else 1)
+        return spent, plan.global_batch * self.work.mean_row / total, flops / total / peak
 
     def fits(self, cost: CostEstimate) -> bool:
         """Whether GPU and host hold it. On a CPU both are the same memory, which is counted once."""

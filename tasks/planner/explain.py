@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tasks.contracts import Candidate, CostEstimate, PlanReport, Resolved
 from tasks.planner.advice import advice
 from tasks.planner.gpus import gpu_type
-from tasks.planner.problem import Problem
+from tasks.planner.problem import COMPILE_SECONDS, Problem
 from tasks.planner.search import HOPELESS, NEAR_TIE, Found
 from tasks.planner.words import gib, seconds, settings
 
@@ -46,11 +46,18 @@ def why(problem: Problem, found: Found) -> str:
         + (f" ({found.unfit} need too much memory)." if found.unfit else ".")
     ]
     if others:
-        slower = cost.tokens_per_second / cost_of(others[0]).tokens_per_second - 1
+        mine, its = (problem.step_seconds(each.plan, cost_of(each)) for each in (chosen, others[0]))
+        slower = its / mine - 1
         speed = (
             f"{slower:.0%} slower" if slower > NEAR_TIE - 1 else "about as fast, but larger or less simple"
         )
         parts.append(f"Next is {settings(others[0].plan)}, {speed}.")
+    if plan.compiled and problem.steps is not None and problem.pins.compiled is None:
+        plain = problem.cost.estimate(plan.model_copy(update={"compiled": False}))
+        saved = (plain.total_seconds - cost.total_seconds) * problem.steps
+        parts.append(
+            f"Compiling takes about {COMPILE_SECONDS:.0f} s and saves {saved:,.0f} s over {problem.steps:,} steps."
+        )
     if plan.device == "cpu" and plan.world_size == 1:
         parts.append(f"On a CPU one process already uses all {hardware.cpu_cores} cores.")
     idle = hardware.gpu_count - plan.world_size
@@ -157,7 +164,7 @@ def row(label: str, candidate: Candidate, width: int) -> str:
     plan, cost = candidate.plan, cost_of(candidate)
     return (
         f"{label:9} {plan.name:{width}} {plan.micro_batch:5} {plan.accumulation:5} {plan.activation_checkpointing:13} "
-        f"{gib(cost.peak_bytes):>7} {cost.tokens_per_second:12,.0f}"
+        f"{gib(cost.peak_bytes):>7} {cost.tokens_per_second:12,.0f}" + ("  compiled" if plan.compiled else "")
     )
 
 

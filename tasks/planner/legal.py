@@ -2,59 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from math import gcd
 from typing import NamedTuple
 
-from tasks.contracts import HardwareProfile, ModelSpec, Plan
-from tasks.planner.workload import Workload
+from tasks.contracts import Plan
+from tasks.planner.ground import Ground, Rule, divisors, either, tensor_degrees, tensor_widths
+from tasks.planner.stages import rounds
 
-
-@dataclass(frozen=True)
-class Ground:
-    """What the rules look at beside the plan. `ranks` processes can be started, `a_node` of them on one node."""
-
-    spec: ModelSpec
-    work: Workload
-    hardware: HardwareProfile
-    batch: int
-    ranks: int
-    a_node: int
-    tp_pinned: bool = False
-
-
-Rule = Callable[[Plan, Ground], str | None]
-
-
-def divisors(number: int) -> list[int]:
-    """Ascending."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
-
-
-def either(values: Iterable[int]) -> str:
-    """1, 2 or 4"""
-    words = [str(value) for value in values]
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
-
-
-def tensor_widths(spec: ModelSpec) -> dict[str, int]:
-    """What tensor parallelism cuts, and how wide it is."""
-    widths = {
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "intermediate_size": spec.ffn,
-    }
-    if spec.moe is not None:
-        widths["the experts' intermediate size"] = spec.moe.ffn
-        if spec.moe.shared_ffn:
-            widths["the shared experts' intermediate size"] = spec.moe.shared_ffn
-    return widths | {"vocab_size": spec.vocab}
-
-
-def tensor_degrees(spec: ModelSpec, most: int) -> list[int]:
-    return [degree for degree in divisors(gcd(*tensor_widths(spec).values())) if degree <= most]
+LEAST_CAPABILITY = (7, 0)  # of GPUs that Triton makes kernels for, which torch.compile uses
 
 
 # --- tensor parallelism -------------------------------------------------------------------------
@@ -63,10 +17,7 @@ def tensor_degrees(spec: ModelSpec, most: int) -> list[int]:
 def tp_divides(plan: Plan, ground: Ground) -> str | None:
     for name, width in tensor_widths(ground.spec).items():
         if width % plan.tp:
-            why = {
-                "num_key_value_heads": ", and keys are not copied to several ranks",
-                "vocab_size": ", and the vocabulary is not padded",
-            }.get(name, "")
+            why = ", and keys are not copied to several ranks" if name == "num_key_value_heads" else ""
             use = either(tensor_degrees(ground.spec, ground.a_node))
             return f"tp={plan.tp} does not divide {name}={width}{why}; use tp={use}"
     return None
@@ -98,12 +49,6 @@ def sequence_parallel(plan: Plan, ground: Ground) -> str | None:
         return (
             "sequence parallelism with tp=1 has no ranks to cut a row over; use tp=2 or more, or leave it out"
         )
-    for name, width in (("hidden_size", ground.spec.hidden), ("the longest row", ground.work.sequence)):
-        if width % plan.tp:
-            return (
-                f"sequence parallelism over tp={plan.tp} does not divide {name}={width}; use another tp, a multiple "
-                "of it as sequence length, or leave sequence parallelism out"
-            )
     return None
 
 
@@ -136,27 +81,42 @@ def stages_have_layers(plan: Plan, ground: Ground) -> str | None:
 
 def schedule_fits(plan: Plan, ground: Ground) -> str | None:
     if (plan.schedule == "none") != (plan.pp == 1):
-        return (
-            f"schedule={plan.schedule} does not go with pp={plan.pp}; use none for pp=1, a schedule for more"
-        )
+        use = "pp=2 or more, or leave the schedule open" if plan.pp == 1 else "a schedule, or pp=1"
+        return f"schedule={plan.schedule} does not go with pp={plan.pp}; use {use}"
     chunked = {"interleaved1f1b": plan.virtual_stages >= 2, "zerobubble": plan.virtual_stages == 2}
     if not chunked.get(plan.schedule, plan.virtual_stages == 1):
         return f"virtual_stages={plan.virtual_stages} does not go with {plan.schedule}; use interleaved1f1b, or 1"
-    if plan.schedule == "zerobubble" and ground.work.method != "full":
+    return None
+
+
+def zero_bubble_splits_the_backward_pass(plan: Plan, ground: Ground) -> str | None:
+    if plan.schedule != "zerobubble":
+        return None
+    if ground.work.method != "full":
         return f"zerobubble fills its bubble with gradients of weights, which {ground.work.method} hardly has; use 1f1b"
+    if plan.activation_checkpointing != "none":
+        return (
+            "zerobubble runs a backward pass in two parts, and layers would be computed again for each with "
+            f"activation_checkpointing={plan.activation_checkpointing}; use none, or 1f1b"
+        )
+    if plan.compiled:
+        return "zerobubble runs a backward pass in two parts, and a compiled one is whole; use 1f1b, or compile=false"
     return None
 
 
 def stages_stay_busy(plan: Plan, ground: Ground) -> str | None:
-    """What torch.distributed.pipelining asks of the number of micro-batches (interleaved: as Megatron does)."""
+    """What torch.distributed.pipelining asks of the number of micro-batches (GPipe and zero-bubble: nothing)."""
     m, p = plan.accumulation, plan.pp
-    if plan.schedule in ("1f1b", "zerobubble") and m < p:
+    if plan.schedule == "1f1b" and m < p:
         return (
-            f"{plan.schedule} with pp={p} needs at least {p} micro-batches and has accumulation={m}; use a smaller "
-            "micro-batch, or gpipe"
+            f"1f1b with pp={p} needs at least {p} micro-batches and has accumulation={m}; use a smaller micro-batch, "
+            "or gpipe"
         )
-    if plan.schedule == "interleaved1f1b" and m % p:
-        return f"interleaved1f1b needs an accumulation that pp={p} divides and has {m}; use 1f1b or another micro-batch"
+    if plan.schedule == "interleaved1f1b" and m % rounds(m, p):
+        return (
+            f"interleaved1f1b with pp={p} works through accumulation={m} in {rounds(m, p)} rounds, which do not divide "
+            f"it; use a multiple of {p}, or 1f1b"
+        )
     return None
 
 
@@ -241,15 +201,62 @@ def one_process_replicates(plan: Plan, ground: Ground) -> str | None:
 def device_fits(plan: Plan, ground: Ground) -> str | None:
     if plan.device == "cpu" and plan.engine == "deepspeed":
         return "deepspeed is planned for GPUs alone, and training is on the CPU here; use the engine torch"
-    if plan.sharding == "fsdp2" and plan.backend == "gloo" and plan.device == "cuda":
-        return "fsdp2 on GPUs gathers weights over nccl, and ddp_backend is gloo; use nccl or auto, or sharding=none"
+    if plan.backend == "gloo" and plan.device == "cuda":
+        if plan.sharding == "fsdp2":
+            return (
+                "fsdp2 on GPUs gathers over nccl, and ddp_backend is gloo; use nccl or auto, or sharding=none"
+            )
+        if plan.tp > 1 or plan.pp > 1:
+            return (
+                f"tp={plan.tp} x pp={plan.pp} on GPUs sends activations over nccl, and ddp_backend is gloo; use nccl "
+                "or auto, or tp=1 and pp=1"
+            )
     if plan.backend == "nccl" and plan.device == "cpu":
         return "nccl needs CUDA GPUs, and training is on the CPU here; use gloo"
     return None
 
 
+def hook_is_of_ddp(plan: Plan, ground: Ground) -> str | None:
+    hook = ground.work.communication_hook
+    if hook == "none":
+        return None
+    plain = plan.engine == "torch" and plan.sharding == "none" and plan.replication == "ddp"
+    if not plain or plan.tp > 1 or plan.pp > 1:
+        return (
+            f"train.communication_hook={hook} rounds what DDP sends, and {plan.name} is more than DDP; use "
+            "sharding=none with tp=1 and pp=1, or train.communication_hook=none"
+        )
+    if hook == "powersgd" and ground.work.precision == "float16" and plan.data_parallel > 1:
+        return (
+            "train.communication_hook=powersgd would keep the infinities of a float16 overflow for all later steps; "
+            "use another precision or hook"
+        )
+    return None
+
+
+def compiling_fits(plan: Plan, ground: Ground) -> str | None:
+    if not plan.compiled:
+        return None
+    if plan.device == "cpu":
+        return (
+            "compiled layers are for GPUs alone, and training is on the CPU here; use compile=false or auto"
+        )
+    oldest = min((gpu.compute_capability for gpu in ground.hardware.gpus), default=LEAST_CAPABILITY)
+    if oldest < LEAST_CAPABILITY:
+        has, needs = (".".join(map(str, pair)) for pair in (oldest, LEAST_CAPABILITY))
+        return f"a GPU here has compute capability {has}, and compiled kernels need {needs}; use compile=false or auto"
+    if plan.engine != "torch":
+        return f"the engine torch alone compiles layers, and the engine is {plan.engine}; use torch, or compile=false"
+    if plan.sharding == "fsdp2" and ground.work.method == "full" and ground.work.precision != "float32":
+        return (
+            f"fsdp2 gathers a layer's norms apart in full tuning in {ground.work.precision}, which torch.compile "
+            "cannot trace; use compile=false, or sharding=none"
+        )
+    return None
+
+
 TENSOR: tuple[Rule, ...] = (tp_divides, tp_within_a_node, sequence_parallel)
-PIPELINE: tuple[Rule, ...] = (stages_have_layers, schedule_fits)
+PIPELINE: tuple[Rule, ...] = (stages_have_layers, schedule_fits, zero_bubble_splits_the_backward_pass)
 LAYOUT: tuple[Rule, ...] = (
     world_is_there,
     batch_is_kept,
@@ -258,8 +265,11 @@ LAYOUT: tuple[Rule, ...] = (
     offload_fits,
     one_process_replicates,
     device_fits,
+    hook_is_of_ddp,
+    compiling_fits,
 )
 STEP: tuple[Rule, ...] = (stages_stay_busy,)
+COMPILING: tuple[Rule, ...] = (zero_bubble_splits_the_backward_pass, compiling_fits)
 RULES = TENSOR + PIPELINE + LAYOUT + STEP
 
 

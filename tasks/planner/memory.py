@@ -18,7 +18,7 @@ from tasks.planner.activations import (
     vision_bytes,
 )
 from tasks.planner.model_spec import lora_parameters
-from tasks.planner.stages import in_flight, stage_layers
+from tasks.planner.stages import in_flight, last_rank, rank_layers, stays_gathered
 from tasks.planner.workload import ELASTANE, Software, Workload, software_of
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def memory(spec: ModelSpec, plan: Plan, work: Workload, software: Software = ELA
     them that is told.
     """
     software = software_of(plan, work.precision, software)
-    stages = stage_layers(spec, plan.pp, software.stage_split)
+    stages = rank_layers(spec, plan, software.stage_split)
     terms: dict[str, float] = {}
     for stage in range(plan.pp) if plan.pp <= 4 else _suspects(stages):
         here = _stage(spec, plan, work, software, stage, stages[stage])
@@ -89,23 +89,33 @@ def _stage(
     # With recomputation one layer's whole working set stands beside what is kept of the layers.
     working = per_layer - kept if plan.activation_checkpointing != "none" else 0.0
     terms["activations"] = tokens * (flight * layers * kept + (working if layers else 0.0))
+    # Each micro-batch in flight has its own casts; what is gathered is cast once.
+    terms["casts"] = terms.get("casts", 0.0) * flight
     if stage == 0:
+        if stays_gathered(plan) and work.method == "full":  # the embedding is gathered as it is, in float32
+            terms["gathered"] += (FLOAT32 - compute) * spec.embedding_parameters / plan.tp
         terms["activations"] += tokens * flight * compute * spec.hidden
         terms["vision"] = vision_bytes(spec, plan, work)
-    if stage == plan.pp - 1:
+    if stage == last_rank(plan):
         share = plan.tp if software.vocab_parallel else 1
-        size = 4.0 * compute if software.chunked_loss else logit_bytes(work.precision, software)
+        size = 4.0 * compute if software.chunked_loss else logit_bytes(work.precision, plan, software)
         pieces = 8 if software.chunked_loss else 1
-        terms["logits"] = tokens * spec.vocab * size / share / pieces
+        # GPipe computes the losses of all micro-batches before the first backward pass, which needs their softmax.
+        waiting = (plan.accumulation - 1) * FLOAT32 if plan.schedule == "gpipe" else 0
+        terms["logits"] = tokens * spec.vocab * (size + waiting) / share / pieces
     terms["fixed"] = fixed_bytes(plan, software)
-    ddp = (
-        plan.sharding == "none" and plan.data_parallel > 1
-    )  # keeps its buckets, and gradients are views of them
-    if plan.accumulation == 1 and not software.gradients_stay and not ddp:
+    if plan.accumulation == 1 and not software.gradients_stay and not is_ddp(plan):
         # The backward pass frees activations and logits as it makes gradients: only the excess adds to the peak.
         freed = terms["activations"] + terms.get("logits", 0.0)
         terms["gradients"] = max(0.0, terms["gradients"] - freed)
     return terms
+
+
+def is_ddp(plan: Plan) -> bool:
+    """Plain copies of a whole model, whose gradients are views of buckets. Copies beside tensor or pipeline parallelism
+    have none: what they trained is summed after the last backward pass.
+    """
+    return plan.sharding == "none" and plan.data_parallel > 1 and plan.tp == plan.pp == 1
 
 
 def stage_parameters(
@@ -115,7 +125,7 @@ def stage_parameters(
     vision = spec.vision
     tower = vision.tower_parameters if vision else 0
     projector = vision.projector_parameters if vision else 0
-    first, last = stage == 0, stage == plan.pp - 1
+    first, last = stage == 0, stage == last_rank(plan)
     tables = spec.embedding_parameters * (
         (1 if first else 0) + (1 if last and not (spec.tied_embeddings and plan.pp == 1) else 0)
     )
@@ -139,12 +149,13 @@ def _states(
     """Weights, gradients, optimizer state, casts and buffers of one rank.
 
     zero1 shares the optimizer state over dp_shard, zero2 the gradients too, zero3 and fsdp2 the weights too
-    (arXiv:1910.02054, sections 5 and 6); those gather two layers at a time and make one layer's whole gradient.
+    (arXiv:1910.02054, sections 5 and 6); those gather two layers at a time and make one layer's whole gradient. Beside
+    a pipeline all stays whole until the step's end, gradients too.
     """
     compute, shard = COMPUTE_BYTES[work.precision], plan.dp_shard
     whole = plan.sharding in ("zero3", "fsdp2")
     of_optimizer = shard if plan.sharding != "none" else 1
-    of_gradients = shard if plan.sharding in ("zero2", "zero3", "fsdp2") else 1
+    of_gradients = shard if plan.sharding in ("zero2", "zero3", "fsdp2") and not stays_gathered(plan) else 1
     of_weights = shard if whole else 1
     frozen = held - trained
     layer = spec.layer_parameters / plan.tp
@@ -166,20 +177,30 @@ def _states(
     # weights are cast when they are gathered.
     tables = 0 if spec.tied_embeddings else spec.embedding_parameters / plan.tp
     cast = software.cast if compute < FLOAT32 else 0
-    if plan.activation_checkpointing == "full":
+    if plan.activation_checkpointing != "none":
         cast = 0  # what a recomputed layer casts is freed with it
     if not whole:
         terms["casts"] = cast * (max(trained - tables, 0) if work.method == "full" else trained)
+    elif stays_gathered(plan):
+        terms["gathered"] = held * _gathered_bytes(work, software)
     else:
         terms["gathered"] = _gathered(spec, plan, work, software, layer, tables)
     if work.method == "qlora":
         terms["dequantised"] = max(d_in * d_out for _, d_in, d_out in spec.linear_shapes) * compute / plan.tp
-    # DDP's buckets are as large as the gradients and stand beside them while accumulating without sync.
-    if plan.sharding == "none" and plan.data_parallel > 1:
-        terms["buckets"] = software.bucket * trained
-    elif plan.sharding in ("zero1", "zero2", "zero3") and (plan.dp_shard > 1 or plan.offload != "none"):
-        terms["buckets"] = min(2.0 * trained, software.zero_bucket) * 2
+    terms["buckets"] = _buckets(plan, work, software, trained)
     return terms
+
+
+def _buckets(plan: Plan, work: Workload, software: Software, trained: float) -> float:
+    """What gradients are sent from. DDP's are as large as the gradients, and beside them while accumulating without
+    sync; PowerSGD keeps what its factors left out for the next step.
+    """
+    if is_ddp(plan):
+        left_out = FLOAT32 if work.communication_hook == "powersgd" else 0
+        return (software.bucket + left_out) * trained
+    if plan.sharding in ("zero1", "zero2", "zero3") and (plan.dp_shard > 1 or plan.offload != "none"):
+        return min(2.0 * trained, software.zero_bucket) * 2
+    return 0.0
 
 
 def _gathered(
@@ -187,7 +208,7 @@ def _gathered(
 ) -> float:
     """What stands whole of sharded weights: two layers, one layer's gradient, and vocabulary tables."""
     compute = COMPUTE_BYTES[work.precision]
-    width = compute if work.method != "qlora" else software.four_bit + compute / 4
+    width = _gathered_bytes(work, software)
     largest = layer if software.whole_tables else max(layer, tables)
     gathered = GATHERED_UNITS * largest * width
     if work.method == "full":
@@ -196,6 +217,12 @@ def _gathered(
         table = spec.embedding_parameters / plan.tp
         gathered += table * (3 * FLOAT32 + compute if work.method == "full" else compute)
     return gathered
+
+
+def _gathered_bytes(work: Workload, software: Software) -> float:
+    """Bytes a gathered parameter."""
+    compute = COMPUTE_BYTES[work.precision]
+    return compute if work.method != "qlora" else software.four_bit + compute / 4
 
 
 def _frozen_bytes(spec: ModelSpec, work: Workload, software: Software) -> float:

@@ -126,6 +126,9 @@ def _ways_out(problem: Problem) -> list[str]:
     fewer = _first(_fewer_pins(problem), lambda pair: told(*pair))
     if fewer:
         return [fewer]
+    if problem.work.communication_hook != "none":
+        changed = free.changed(work=replace(problem.work, communication_hook="none"))
+        ways.append(told(_use(problem, "communication_hook", "none"), changed))
     for method in _methods(problem):
         changed = free.changed(work=replace(problem.work, method=method, lora_targets="all-linear"))
         ways.append(told(_use(problem, "method", method), changed))
@@ -161,12 +164,11 @@ def _first(
 
 def first_fit(problem: Problem) -> tuple[Plan, CostEstimate] | None:
     """The simplest plan that fits, with the smallest micro-batch and the most recomputing; None if there is none."""
-    level = levels(problem)[-1]
     for layout in sorted(layouts(problem, RuledOut()), key=complexity):
         smallest = next(iter(micro_batches(problem, layout)), None)
         if smallest is None:
             continue
-        plan = smallest.model_copy(update={"activation_checkpointing": level})
+        plan = smallest.model_copy(update={"activation_checkpointing": levels(problem, layout)[-1]})
         cost = problem.cost.estimate(plan)
         if problem.cost.fits(cost):
             return plan, cost

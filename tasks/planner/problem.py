@@ -7,18 +7,19 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
 
-from tasks.contracts import HardwareProfile, ModelSpec, Plan, Rates
+from tasks.contracts import CostEstimate, HardwareProfile, ModelSpec, Plan, Rates
 from tasks.errors import UserError
 from tasks.params import SelectStrategyParams
 from tasks.planner.capabilities import Capabilities
 from tasks.planner.cost import CostModel
 from tasks.planner.gpus import MIG
-from tasks.planner.legal import Ground
+from tasks.planner.ground import Ground
 from tasks.planner.machine import Machine, machine
 from tasks.planner.workload import Workload
 
 Backend = Literal["nccl", "gloo"]
 Schedule = Literal["none", "gpipe", "1f1b", "interleaved1f1b", "zerobubble"]
+Level = Literal["none", "selective", "full"]
 DEGREES = {
     "data_parallel": "data_parallel_degree",
     "tp": "tensor_parallel_degree",
@@ -28,6 +29,9 @@ DEGREES = {
 }
 OTHER_KEYS = {
     "backend": "select_strategy.ddp_backend",
+    "schedule": "select_strategy.pipeline_schedule",
+    "compiled": "select_strategy.compile",
+    "communication_hook": "train.communication_hook",
     "evaluation_rows": "evaluate.batch_size",
     "method": "train.finetuning_type",
     "sequence": "prepare_data.max_length",
@@ -41,7 +45,12 @@ WORDS = (
     "offload_parameters",
     "schedule",
     "replication",
+    "sequence_parallel",
+    "compiled",
 )
+# Seconds that torch.compile takes before the first step of a run: a decoder layer and the loss, for one row length and
+# then for any, forward and backward.
+COMPILE_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Pins:
     pp: int | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
-    activation_checkpointing: str | None = None
+    activation_checkpointing: Level | None = None
     engine: str | None = None
     backend: Backend | None = None
     sharding: str | None = None
@@ -64,6 +73,8 @@ class Pins:
     offload_parameters: str | None = None
     schedule: Schedule | None = None
     replication: str | None = None
+    sequence_parallel: bool | None = None
+    compiled: bool | None = None
     gpus: int | None = None
 
     @classmethod
@@ -75,8 +86,15 @@ class Pins:
             return None if value == "auto" else value
 
         named = {field: said(key) for field, key in DEGREES.items()}
-        named |= {key: said(key) for key in ("activation_checkpointing", "sharding")}
-        return cls(**named, engine=said("engine"), backend=said("ddp_backend"))  # type: ignore[arg-type]
+        named |= {
+            key: said(key) for key in ("activation_checkpointing", "sharding", "engine", "sequence_parallel")
+        }
+        named |= {
+            "backend": said("ddp_backend"),
+            "schedule": said("pipeline_schedule"),
+            "compiled": said("compile"),
+        }
+        return cls(**named)  # type: ignore[arg-type]
 
     @property
     def said(self) -> dict[str, object]:
@@ -97,7 +115,8 @@ class Pins:
 
 @dataclass(frozen=True)
 class Problem:
-    """One search. `batch` is the global batch, `margin` the share of memory kept free.
+    """One search. `batch` is the global batch, `margin` the share of memory kept free, `steps` the run's optimizer
+    steps where they are known.
 
     `options` are how values were said on a command line, such as {"tp": "--tp {}"}; others are keys of params.yaml.
     """
@@ -113,12 +132,15 @@ class Problem:
     rates: Rates | None = None
     corrections: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
+    steps: int | None = None
 
     def changed(self, **values: object) -> Problem:
         return replace(self, **values)  # type: ignore[arg-type]
 
     def say(self, name: str, value: object) -> str:
         """A value as its user writes it: an option, or a key of params.yaml."""
+        if isinstance(value, bool):
+            value = str(value).lower()
         if name in self.options:
             return self.options[name].format(value)
         key = OTHER_KEYS.get(name) or f"select_strategy.{DEGREES.get(name, name)}"
@@ -139,11 +161,17 @@ class Problem:
             corrections=self.corrections,
         )
 
+    def step_seconds(self, plan: Plan, cost: CostEstimate) -> float:
+        """A step, with the share that each of the run's steps has in compiling."""
+        if not plan.compiled or self.steps is None:
+            return cost.total_seconds
+        return cost.total_seconds + COMPILE_SECONDS / self.steps
+
     @cached_property
     def most_ranks(self) -> int:
         """Processes that can be started: one a GPU (one for MIG slices), and on a CPU as many as are pinned."""
         if self.hardware.device == "cpu":
-            return max(self.batch, self.pins.tp or 1, self.pins.pp or 1)
+            return min(self.batch * (self.pins.tp or 1) * (self.pins.pp or 1), self.pins.gpus or 2**31)
         if any(MIG.search(gpu.name) for gpu in self.hardware.gpus):
             return 1
         nodes = self.hardware.nodes if self.capabilities.nodes else 1

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from tasks.contracts import Candidate, CostEstimate, Plan
 from tasks.errors import UserError
 from tasks.planner.compute import model_flops
-from tasks.planner.legal import STEP, broken
+from tasks.planner.legal import COMPILING, STEP, broken
 from tasks.planner.nearest import NothingFits, nothing_fits, too_large, with_neighbours
-from tasks.planner.problem import WORDS, Problem
+from tasks.planner.problem import COMPILE_SECONDS, WORDS, Problem
 from tasks.planner.space import RuledOut, complexity, layouts, levels, micro_batches
 from tasks.planner.words import excess
 
@@ -151,7 +151,7 @@ def _cost_all(problem: Problem, found: list[Plan]) -> tuple[list[Costed], list[C
         for plan, cost, fits in _cost_layout(problem, layout, thorough):
             if fits:
                 fitting.append((plan, cost))
-                best = min(best, cost.total_seconds)
+                best = min(best, problem.step_seconds(plan, cost))
             else:
                 unfit.append((plan, cost))
     return fitting, unfit, hopeless
@@ -164,17 +164,31 @@ def _cost_layout(problem: Problem, layout: Plan, thorough: bool) -> Iterable[tup
     """
     model = problem.cost
     done = 0
-    for level in levels(problem):
+    for level in levels(problem, layout):
         for sized in micro_batches(problem, layout):
             if sized.micro_batch <= done and not thorough:
                 continue
             plan = sized.model_copy(update={"activation_checkpointing": level})
-            cost = model.estimate(plan)
+            plan, cost = _compiled_if_it_pays(problem, plan, model.estimate(plan))
             fits = model.fits(cost)
             yield plan, cost, fits
             if not fits:
                 break
             done = max(done, plan.micro_batch)
+
+
+def _compiled_if_it_pays(problem: Problem, plan: Plan, cost: CostEstimate) -> Costed:
+    """The plan, with compiled layers if what that saves over the run's steps is more than compiling takes."""
+    steps, model = problem.steps, problem.cost
+    if steps is None or problem.pins.compiled is not None or steps * cost.total_seconds <= COMPILE_SECONDS:
+        return plan, cost
+    other = plan.model_copy(update={"compiled": True})
+    may_fit = model.fits(cost) or model.software.compiled_memory
+    if not may_fit or broken(other, problem.ground, COMPILING):
+        return plan, cost
+    compiled = model.compiled(other, cost)
+    pays = problem.step_seconds(other, compiled) < cost.total_seconds
+    return (other, compiled) if pays and model.fits(compiled) else (plan, cost)
 
 
 def _told(unfit: list[Costed]) -> list[Costed]:
@@ -192,7 +206,7 @@ def _told(unfit: list[Costed]) -> list[Costed]:
 # --- rank ---------------------------------------------------------------------------------------
 
 
-def _simpler(problem: Problem, pair: Costed) -> tuple[int, int, int, int]:
+def _simpler(pair: Costed) -> tuple[int, int, int, int]:
     plan, cost = pair
     level = ("none", "selective", "full").index(plan.activation_checkpointing)
     return complexity(plan), level, cost.total_bytes, plan.world_size
@@ -200,12 +214,13 @@ def _simpler(problem: Problem, pair: Costed) -> tuple[int, int, int, int]:
 
 def _ranked(problem: Problem, costed: list[Costed]) -> list[Costed]:
     """Fastest first; within 2 % of the fastest left the simplest, least recomputing, fewest bytes, fewest ranks."""
-    left = sorted(costed, key=lambda pair: pair[1].total_seconds)
+    taken = [(problem.step_seconds(*pair), number, pair) for number, pair in enumerate(costed)]
+    left = sorted(taken, key=lambda timed: timed[:2])
     ranked: list[Costed] = []
     while left and len(ranked) < (KEPT if len(costed) > 4 * KEPT else len(costed)):
-        edge = left[0][1].total_seconds * NEAR_TIE
-        near = [pair for pair in left[: 4 * KEPT] if pair[1].total_seconds <= edge]
-        best = min(near, key=lambda pair: _simpler(problem, pair))
-        ranked.append(best)
+        edge = left[0][0] * NEAR_TIE
+        near = [timed for timed in left[: 4 * KEPT] if timed[0] <= edge]
+        best = min(near, key=lambda timed: _simpler(timed[2]))
+        ranked.append(best[2])
         left.remove(best)
     return ranked

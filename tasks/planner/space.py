@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tasks.contracts import Plan
-from tasks.errors import UserError
+from tasks.planner.ground import divisors
 from tasks.planner.legal import (
     LAYOUT,
     PIPELINE,
@@ -19,12 +19,11 @@ from tasks.planner.legal import (
     TENSOR,
     Broken,
     broken,
-    divisors,
-    either,
     sequence_parallel,
     stages_have_layers,
     tp_divides,
 )
+from tasks.planner.pinned import check_pins, data_parallel_degrees
 from tasks.planner.problem import Problem, Schedule
 
 MANY_RANKS = 16
@@ -52,7 +51,8 @@ class RuledOut(dict[tuple[str, int, int], tuple[Plan, str]]):
 
 
 def layouts(problem: Problem, ruled_out: RuledOut, nvme: bool = False) -> Iterator[Plan]:
-    """Legal plans with micro-batch 1 and no recomputing; the illegal are noted in `ruled_out`.
+    """Legal plans with micro-batch 1, and neither recomputing nor compiling unless pinned; the illegal are noted in
+    `ruled_out`.
 
     Raises:
         UserError: a pin breaks a rule or cannot be trained.
@@ -65,14 +65,14 @@ def layouts(problem: Problem, ruled_out: RuledOut, nvme: bool = False) -> Iterat
             if fault := broken(axes, ground, (tp_divides, stages_have_layers)):
                 ruled_out.note(axes, fault)
                 continue
-            for dp in _data_parallel(problem, tp * pp):
+            for dp in data_parallel_degrees(problem, tp * pp):
                 for sharing in _sharings(problem, dp, tp, nvme):
                     for schedule, chunks in _schedules(problem, pp, problem.batch // dp):
                         plan = _plan(problem, dp, tp, pp, sharing, schedule, chunks)
                         if fault := broken(plan, ground, (sequence_parallel,)):
                             ruled_out.note(plan, fault)
                             plan = plan.model_copy(update={"sequence_parallel": False})
-                        if not pins.allow(plan.model_copy(update=_level(pins.activation_checkpointing))):
+                        if not pins.allow(plan):
                             continue
                         if fault := broken(plan, ground, TENSOR + PIPELINE + LAYOUT):
                             ruled_out.note(plan, fault)
@@ -91,9 +91,11 @@ def micro_batches(problem: Problem, layout: Plan) -> Iterator[Plan]:
                 yield plan
 
 
-def levels(problem: Problem) -> tuple[str, ...]:
-    """Activation checkpointing to try, the quickest first."""
+def levels(problem: Problem, layout: Plan) -> tuple[str, ...]:
+    """Activation checkpointing to try, the quickest first. Zero-bubble goes without."""
     pinned = problem.pins.activation_checkpointing
+    if layout.schedule == "zerobubble":
+        return ("none",)
     return problem.capabilities.levels if pinned is None else (pinned,)
 
 
@@ -102,11 +104,8 @@ def complexity(plan: Plan) -> int:
     shared = {"none": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 3}[plan.sharding]
     piped = {"none": 0, "gpipe": 3, "1f1b": 3, "interleaved1f1b": 4, "zerobubble": 5}[plan.schedule]
     offloaded = (plan.offload != "none") + (plan.offload_parameters != "none")
-    return shared + piped + 2 * (plan.tp > 1) + 3 * offloaded + (plan.dp_replicate > 1 and shared > 0)
-
-
-def _level(pinned: str | None) -> dict[str, str]:
-    return {} if pinned is None else {"activation_checkpointing": pinned}
+    mixed = plan.dp_replicate > 1 and shared > 0
+    return shared + piped + 2 * (plan.tp > 1) + 3 * offloaded + mixed + plan.compiled
 
 
 # --- axes ---------------------------------------------------------------------------------------
@@ -119,7 +118,8 @@ def _powers(most: int) -> set[int]:
 def _tensor(problem: Problem) -> list[int]:
     if problem.pins.tp is not None:
         return [problem.pins.tp]
-    if not problem.capabilities.tensor or problem.hardware.device == "cpu":
+    can = problem.capabilities
+    if not (can.tensor and can.splits(problem.spec)) or problem.hardware.device == "cpu":
         return [1]
     most = min(problem.ground.a_node, problem.most_ranks)
     return sorted(set(divisors(most)) | _powers(most))
@@ -128,26 +128,11 @@ def _tensor(problem: Problem) -> list[int]:
 def _pipeline(problem: Problem, tp: int) -> list[int]:
     if problem.pins.pp is not None:
         return [problem.pins.pp]
-    if not problem.capabilities.pipeline or problem.hardware.device == "cpu":
+    can = problem.capabilities
+    if not (can.pipeline and can.splits(problem.spec)) or problem.hardware.device == "cpu":
         return [1]
     most = max(1, problem.most_ranks // tp)
     return sorted(pp for pp in set(divisors(most)) | _powers(most) if pp <= 2 * problem.spec.layers)
-
-
-def _data_parallel(problem: Problem, others: int) -> list[int]:
-    """Degrees to try: the pinned one, else all that divide what the other pins leave of the batch.
-
-    On a CPU one process already uses every core, so only a pin asks for more.
-    """
-    pins = problem.pins
-    if pins.data_parallel is not None:
-        return [pins.data_parallel]
-    left = problem.batch // (pins.micro_batch or 1) // (pins.accumulation or 1)
-    if pins.micro_batch and pins.accumulation:
-        return [left]
-    if problem.hardware.device == "cpu":
-        return [1]
-    return [degree for degree in divisors(left) if degree * others <= problem.most_ranks]
 
 
 def _sharings(problem: Problem, dp: int, tp: int, nvme: bool) -> list[Sharing]:
@@ -179,8 +164,9 @@ def _schedules(problem: Problem, pp: int, share: int) -> list[tuple[Schedule, in
         return [("none", 1)]
     layers, pinned = problem.spec.layers, problem.pins.schedule
     found: list[tuple[Schedule, int]] = [("1f1b", 1)] if share >= pp else [("gpipe", 1)]
-    found += [("interleaved1f1b", chunks) for chunks in CHUNKS if share >= pp and chunks * pp <= layers]
-    if problem.work.method == "full" and share >= pp and 2 * pp <= layers:
+    found += [("interleaved1f1b", chunks) for chunks in CHUNKS if chunks * pp <= layers]
+    whole = problem.pins.activation_checkpointing in (None, "none") and not problem.pins.compiled
+    if problem.work.method == "full" and 2 * pp <= layers and whole:
         found.append(("zerobubble", 2))
     if pinned is not None and pinned not in dict(found):
         found.append((pinned, 2 if pinned in ("interleaved1f1b", "zerobubble") else 1))
@@ -206,94 +192,8 @@ def _plan(
         virtual_stages=chunks,
         micro_batch=1,
         accumulation=max(1, problem.batch // dp),
-        activation_checkpointing="none",
-        sequence_parallel=tp > 1,
+        activation_checkpointing=problem.pins.activation_checkpointing or "none",
+        sequence_parallel=tp > 1 and problem.pins.sequence_parallel is not False,
+        compiled=problem.pins.compiled is True,
         **part._asdict(),
     )
-
-
-# --- pins ---------------------------------------------------------------------------------------
-
-
-def check_pins(problem: Problem) -> None:
-    """Pins against what can be trained, the batch and the GPUs, before any plan is made.
-
-    Raises:
-        UserError: a pin cannot be kept.
-    """
-    _check_trainable(problem)
-    pins, batch = problem.pins, problem.batch
-    others = (pins.tp or 1) * (pins.pp or 1)
-    largest = max(1, problem.most_ranks // others)
-    degree = pins.data_parallel
-    if degree is not None:
-        said = either([divisor for divisor in divisors(batch) if divisor <= largest])
-        if batch % degree:
-            raise UserError(
-                f"data_parallel_degree={degree} does not divide train.global_batch={batch}; use {said}"
-            )
-        if degree * others > problem.most_ranks:
-            beside = f" (beside tp={pins.tp or 1} x pp={pins.pp or 1})" if others > 1 else ""
-            raise UserError(
-                f"data_parallel_degree={degree} needs a GPU a process, and {largest} can be used here{beside}; "
-                f"use {said}"
-            )
-    factor = (pins.micro_batch or 1) * (pins.accumulation or 1) * (degree or 1)
-    if batch % factor:
-        raise UserError(
-            f"the pinned micro-batch, accumulation and data-parallel degree make {factor}, which does not divide the "
-            f"global batch {batch}; leave one of them open"
-        )
-    if pins.micro_batch and pins.accumulation and degree is None:
-        left = batch // factor
-        if left * others > problem.most_ranks:
-            raise UserError(
-                f"per_device_train_batch_size={pins.micro_batch} x gradient_accumulation_steps={pins.accumulation} "
-                f"needs data_parallel_degree={left} to make train.global_batch={batch}, but there are {largest} "
-                "visible GPU(s); leave one of the two auto"
-            )
-    _check_sharding(problem)
-
-
-def _check_sharding(problem: Problem) -> None:
-    """fsdp2 needs ranks to share weights out over."""
-    pins = problem.pins
-    if pins.sharding != "fsdp2" or set(_data_parallel(problem, (pins.tp or 1) * (pins.pp or 1))) - {1}:
-        return
-    if pins.data_parallel == 1:
-        why, way = "data_parallel_degree=1 leaves one", "data_parallel_degree=2 or more"
-    elif problem.hardware.device == "cpu":
-        why = "a CPU is given one process unless a degree is said"
-        way = "data_parallel_degree=2 or more"
-    elif problem.most_ranks == 1:
-        why, way = "1 GPU can be used here", "more GPUs"
-    else:
-        why = f"no degree above 1 divides what the other keys leave of train.global_batch={problem.batch}"
-        way = "another batch"
-    raise UserError(
-        f"select_strategy.sharding=fsdp2 shares weights out over two data-parallel ranks or more, and {why}; "
-        f"use {way}, or sharding=auto"
-    )
-
-
-def _check_trainable(problem: Problem) -> None:
-    pins, can = problem.pins, problem.capabilities
-    for key, degree, able in (
-        ("tensor_parallel_degree", pins.tp, can.tensor),
-        ("pipeline_parallel_degree", pins.pp, can.pipeline),
-    ):
-        if degree not in (None, 1) and not able:
-            raise UserError(
-                f"select_strategy.{key}={degree} cannot be trained: this version of elastane splits only the batch, "
-                f"so the degree must be 1; use {key}=1 or auto"
-            )
-    level = pins.activation_checkpointing
-    if level not in (None, *can.levels):
-        raise UserError(
-            f"select_strategy.activation_checkpointing={level} cannot be trained by this version of elastane; "
-            f"use {', '.join(can.levels)} or auto"
-        )
-    if pins.engine == "deepspeed" and "zero2" not in can.shardings:
-        raise UserError(
-            "select_strategy.engine=deepspeed cannot be trained by this version of elastane; use torch or auto"
-        )

@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tasks.contracts import ModelSpec, Plan
-from tasks.planner.activations import COMPUTE_BYTES, FLOAT32
+from tasks.planner.activations import COMPUTE_BYTES, FLOAT32, hidden_state_bytes
 from tasks.planner.compute import head_pass, layer_pass, vision_pass
 from tasks.planner.machine import Machine
-from tasks.planner.memory import stage_parameters
+from tasks.planner.memory import is_ddp, stage_parameters
 from tasks.planner.network import Group, point_to_point, ring_seconds
-from tasks.planner.stages import stage_layers
+from tasks.planner.stages import idle, last_rank, rank_layers, stays_gathered
 from tasks.planner.workload import ELASTANE, Software, Workload, row_width
 
 # AdamW reads weight, gradient and two moments and writes three; norm and clipping touch the gradient thrice.
 OPTIMIZER_BYTES = (4 + 3 + 3) * FLOAT32
 # CPU Adam moves the same states through host memory, and the half-precision weights back.
 HOST_OPTIMIZER_BYTES = 4 * FLOAT32 + 3 * FLOAT32
+# What DDP's hooks make of a float32 gradient before it is sent. PowerSGD sends whole gradients in its first steps and
+# thin factors later: the careful case is taken.
+HOOK_BYTES = {"fp16": 2.0, "bf16": 2.0}
 
 
 def seconds(
@@ -29,15 +32,17 @@ def seconds(
     """
     if machine.device == "cpu":
         machine = replace(machine, peak=machine.peak / plan.world_size)  # ranks of one CPU share its cores
+    if plan.compiled:
+        software = software.compiled
     width = plan.micro_batch * row_width(work, plan)
-    stages = stage_layers(spec, plan.pp, software.stage_split)
+    stages = rank_layers(spec, plan, software.stage_split)
     layer = layer_pass(spec, plan, work, machine, software, width)
     head = head_pass(spec, plan, work, machine, software, width)
     vision = vision_pass(spec, plan, work, machine, software)
     totals = []
     for stage, layers in enumerate(stages):
-        forward = layers * layer.forward + (head.forward if stage == plan.pp - 1 else 0)
-        backward = layers * layer.backward + (head.backward if stage == plan.pp - 1 else 0)
+        forward = layers * layer.forward + (head.forward if stage == last_rank(plan) else 0)
+        backward = layers * layer.backward + (head.backward if stage == last_rank(plan) else 0)
         if stage == 0:
             forward, backward = forward + vision.forward, backward + vision.backward
         totals.append((forward + backward + layers * layer.again, forward, backward, layers))
@@ -50,8 +55,8 @@ def seconds(
         "compute": count * (forward + backward),
         "recompute": count * layers * layer.again,
         "tensor_parallel": tensor,
-        "pipeline": count * _pipeline_traffic(spec, plan, work, machine, width),
-        "bubble": _bubble(plan, mean, tensor / count),
+        "pipeline": _pipeline_traffic(spec, plan, work, machine, software, width),
+        "bubble": idle(plan) * (mean + tensor / count),
     }
     busy = (forward + backward + layers * layer.again) * count
     terms["communication"] = _data_traffic(spec, plan, work, machine, software, stages, busy)
@@ -78,29 +83,27 @@ def _tensor_traffic(
     if plan.tp == 1:
         return 0.0
     size = rows * spec.hidden * COMPUTE_BYTES[work.precision]
-    times = 6 if plan.activation_checkpointing == "full" else 4
+    again = ("selective", "full") if software.native else ("full",)
+    times = 6 if plan.activation_checkpointing in again else 4
     sent = times * ring_seconds(machine, Group(plan.tp, 1), size, 2)
     return max(sent, plan.tp * software.host_wait[plan.pp > 1] - busy)
 
 
-def _pipeline_traffic(spec: ModelSpec, plan: Plan, work: Workload, machine: Machine, rows: float) -> float:
-    """Activations and their gradients to the next stage, once a chunk."""
-    if plan.pp == 1:
-        return 0.0
-    split = plan.tp if plan.sequence_parallel else 1
-    size = rows * spec.hidden * COMPUTE_BYTES[work.precision] / split
-    across = plan.world_size // plan.pp >= machine.gpus_per_node
-    return 2 * plan.virtual_stages * point_to_point(machine, size, across)
-
-
-def _bubble(plan: Plan, mean: float, tensor: float) -> float:
-    """Idle time of a pipeline: (p-1) micro-batches with GPipe and 1F1B, 1/v of it interleaved, about a third with
-    zero-bubble (arXiv:2104.04473, section 2.2; arXiv:2401.10241, section 2).
+def _pipeline_traffic(
+    spec: ModelSpec, plan: Plan, work: Workload, machine: Machine, software: Software, rows: float
+) -> float:
+    """A step's activations and their gradients to the next stage, once a chunk; and the gradient of a tied table, which
+    both ends hold.
     """
     if plan.pp == 1:
         return 0.0
-    part = {"interleaved1f1b": 1 / plan.virtual_stages, "zerobubble": 1 / 3}.get(plan.schedule, 1.0)
-    return (plan.pp - 1) * (mean + tensor) * part
+    split = plan.tp if plan.sequence_parallel and not software.native else 1
+    size = rows * spec.hidden * hidden_state_bytes(work, software) / split
+    across = plan.world_size // plan.pp >= machine.gpus_per_node
+    sent = 2 * plan.accumulation * plan.virtual_stages * point_to_point(machine, size, across)
+    if spec.tied_embeddings and work.method == "full" and last_rank(plan) > 0:
+        sent += point_to_point(machine, FLOAT32 * spec.embedding_parameters / plan.tp, across)
+    return sent
 
 
 def _data_traffic(
@@ -116,26 +119,25 @@ def _data_traffic(
 
     Gradients once a step: an all-reduce, or with shared optimizer state a reduce-scatter and an all-gather of
     weights. fsdp2 and zero3 gather the weights of a layer forward and backward each micro-batch and scatter
-    gradients each micro-batch (arXiv:1910.02054, section 7); hybrid sharding then reduces over the replicas.
+    gradients each micro-batch (arXiv:1910.02054, section 7), beside a pipeline once a step; hybrid sharding then
+    reduces over the replicas. Gradients that are summed after the last backward pass hide behind nothing: those of
+    copies beside tensor or pipeline parallelism, and those that a pipeline's ranks scatter.
     """
     if plan.data_parallel == 1 and plan.sharding == "none":
         return 0.0
     compute = COMPUTE_BYTES[work.precision]
-    layers = stages[0]
-    held, trained = stage_parameters(spec, plan, work, 0, layers)
-    if plan.pp > 1:
-        last_held, last_trained = stage_parameters(spec, plan, work, plan.pp - 1, stages[-1])
-        held, trained = max(held, last_held), max(trained, last_trained)
+    held, trained = _fullest_end(spec, plan, work, stages)
     inner = Group(plan.dp_shard, plan.tp)
     outer = Group(plan.dp_replicate, plan.tp * plan.dp_shard)
-    gradients = trained * software.gradient_traffic
+    width = HOOK_BYTES.get(work.communication_hook, software.gradient_traffic)
+    gradients = trained * min(software.gradient_traffic, width)
     last = busy / max(1, plan.accumulation) * (2 / 3)
     if plan.replication == "data_parallel":
         # One process scatters the batch, copies the model to every card each micro-batch and sums at card 0.
         return plan.accumulation * 3 * (plan.dp_replicate - 1) * held * compute / (machine.link * 0.5)
     if plan.sharding == "none":
         whole = ring_seconds(machine, outer, gradients, 2)
-        return whole - software.overlap * min(whole, last)
+        return whole - (software.overlap * min(whole, last) if is_ddp(plan) else 0.0)
     outside = ring_seconds(machine, outer, gradients / plan.dp_shard, 2)
     if plan.sharding in ("zero1", "zero2"):
         scattered = ring_seconds(machine, inner, gradients, 1)
@@ -144,12 +146,22 @@ def _data_traffic(
         hidden = software.overlap * min(scattered, last)
         return scattered - hidden + ring_seconds(machine, inner, trained * compute, 1) + outside
     weights = held * (software.four_bit if work.method == "qlora" else compute)
-    each = 2 * ring_seconds(machine, inner, weights, 1) + ring_seconds(machine, inner, trained * compute, 1)
-    extra = each * plan.accumulation
+    once = ring_seconds(machine, inner, weights, 1)
+    if stays_gathered(plan):
+        exposed = once - software.overlap * min(once, last / 2)
+        return exposed + ring_seconds(machine, inner, gradients, 1) + outside
+    extra = (2 * once + ring_seconds(machine, inner, trained * compute, 1)) * plan.accumulation
     if plan.offload_parameters != "none":
         extra += plan.accumulation * 2 * weights / plan.dp_shard / machine.host_link
     slowed = machine.constants.contention * min(extra, busy)
     return extra - software.overlap * min(extra, busy) + slowed + outside
+
+
+def _fullest_end(spec: ModelSpec, plan: Plan, work: Workload, stages: tuple[int, ...]) -> tuple[float, float]:
+    """Parameters of the pipeline's first or last rank, whichever has more: (all, trained)."""
+    ends = {rank: stages[rank] for rank in (0, plan.pp - 1)}
+    sizes = [stage_parameters(spec, plan, work, rank, layers) for rank, layers in ends.items()]
+    return max(held for held, _ in sizes), max(trained for _, trained in sizes)
 
 
 def _optimizer(

@@ -24,7 +24,7 @@ def settings(plan: Plan) -> str:
     schedule = f", {plan.schedule}" if plan.pp > 1 else ""
     return (
         f"{plan.name}, micro-batch {plan.micro_batch} x accumulation {plan.accumulation}{schedule}, "
-        f"activation_checkpointing={plan.activation_checkpointing}"
+        f"activation_checkpointing={plan.activation_checkpointing}" + (", compiled" if plan.compiled else "")
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from tasks.contracts import DataManifest, Plan, Precision
-from tasks.params import TrainParams
+from tasks.params import CommunicationHook, TrainParams
 
 Method = Literal["full", "lora", "qlora"]
 StageSplit = Literal["even", "by_flops"]
@@ -24,7 +24,8 @@ class Workload:
 
     `sequence` is the longest row in tokens, image tokens included, and decides memory; `mean_row` the average row
     and decides speed. `padded` micro-batches are filled up to their longest row, see `row_width`; packed or even
-    ones are not. `tiles` vision tiles an average row has, `longest_tiles` the fullest row.
+    ones are not. `tiles` vision tiles an average row has, `longest_tiles` the fullest row. `communication_hook` is
+    what DDP's gradients are rounded to while they are sent.
     """
 
     method: Method
@@ -38,18 +39,21 @@ class Workload:
     longest_tiles: int = 0
     train_tower: bool = False
     train_embeddings: bool = False
+    communication_hook: CommunicationHook = "none"
 
 
 def row_width(work: Workload, plan: Plan) -> float:
     """Tokens a row of an average micro-batch is filled up to.
 
     Samples of a step are dealt out by length (tasks/data/order.py): `accumulation` groups, each filled up to its own
-    longest row. Lengths are taken to be spread as longest x u^k with u even in 0..1 and k such that the mean is right.
+    longest row. A pipeline's micro-batches are of one shape, so all of a step are filled up to its longest. Lengths
+    are taken to be spread as longest x u^k with u even in 0..1 and k such that the mean is right.
     """
-    if not work.padded or plan.micro_batch * plan.data_parallel == 1 or work.sequence <= work.mean_row:
+    groups = plan.accumulation if plan.pp == 1 else 1
+    if not work.padded or groups == plan.global_batch or work.sequence <= work.mean_row:
         return work.mean_row
     power = work.sequence / work.mean_row - 1
-    return work.sequence * _mean_group_end(round(power, 3), plan.accumulation, plan.global_batch)
+    return work.sequence * _mean_group_end(round(power, 3), groups, plan.global_batch)
 
 
 @lru_cache(maxsize=4096)
@@ -97,6 +101,16 @@ class Software:
     a layer takes, without and with pipeline stages: what the host spends on cutting and joining tensors.
     `whole_tables`: sharded vocabulary tables stay gathered in float32 from their first use to the end of the backward
     pass, with a whole gradient and the buffer it is scattered from.
+
+    `compiled_launch`, `compiled_adapter_launch` and `compiled_elementwise` stand for `launch`, `adapter_launch` and
+    `elementwise` where a plan's layers are compiled: fused kernels are fewer and move less. `compiled_activations` is
+    the share of a layer's saved bytes that it then keeps, and `compiled_logits` stands for `logits` where the whole
+    vocabulary is on one rank.
+
+    `native`: cut and staged as this project's own trainer does it. Without sequence parallelism all that is hidden
+    wide is whole on every tensor-parallel rank, with it the inputs of attention and MLP are kept whole; collectives
+    are sent again when their layer is computed again; stages pass on whole rows; and full tuning passes them, and
+    keeps them as a recomputed layer's input, in float32.
     """
 
     name: str
@@ -132,13 +146,35 @@ class Software:
     gradient_traffic: float = 4
     vocab_parallel: bool = True
     zero_bucket: float = 0.4e9
+    native: bool = False
+    # To be set from measurement: provisional shares (0.35, 0.25 and 0.6) of what stands above without compiling.
+    compiled_launch: float = 0.35e-3
+    compiled_adapter_launch: float = 0.05e-3
+    compiled_elementwise: tuple[float, float] = (36.0, 7.2)
+    compiled_activations: float = 1.0
+    compiled_logits: float = 14
+
+    @property
+    def compiled_memory(self) -> bool:
+        """Whether compiled layers take other memory than plain ones."""
+        return self.compiled_activations != 1 or self.compiled_logits != self.logits
+
+    @cached_property
+    def compiled(self) -> Software:
+        """The same trainer with compiled layers."""
+        return replace(
+            self,
+            launch=self.compiled_launch,
+            adapter_launch=self.compiled_adapter_launch,
+            elementwise=self.compiled_elementwise,
+        )
 
 
 # This project's trainer: float32 weights, gradients and AdamW moments, autocast (tasks/trainer/torch_engine.py).
 # A layer's launch times were measured with it on one H200 (benchmarks/results/planner-gpu.json): about 4 ms a layer
 # forward and backward for full tuning, 7 to 8 ms with seven adapters a layer.
 # Gathering and scattering costs it 2.1 ms more a layer's forward pass (benchmarks/results/planner-gpu-fsdp2.json).
-ELASTANE = Software(name="elastane", gather_launch=2.1e-3, whole_tables=True)
+ELASTANE = Software(name="elastane", gather_launch=2.1e-3, whole_tables=True, native=True)
 # Under DeepSpeed weights and gradients are in half precision, with float32 master weights and moments beside them
 # (ZeRO, arXiv:1910.02054, section 3.1); in float32 there is no second copy.
 DEEPSPEED = replace(
@@ -173,4 +209,5 @@ def workload(train: TrainParams, manifest: DataManifest, precision: Precision) -
         mean_row=split.tokens / split.rows,
         lora_rank=train.lora.rank,
         lora_targets=train.lora.targets if isinstance(train.lora.targets, str) else tuple(train.lora.targets),
+        communication_hook=train.communication_hook,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,14 @@ from transformers import PreTrainedModel
 from tasks.contracts import Plan, Precision
 from tasks.errors import UserError
 from tasks.params import TrainParams
+from tasks.stage import say
+from tasks.trainer.compiling import compile_layers, compiled_token_loss, why_not
 from tasks.trainer.loading import DTYPES
-from tasks.trainer.loss import TokenLossSum
+from tasks.trainer.loss import TokenLossSum, token_loss
 from tasks.trainer.mesh import build_mesh, data_mesh
 from tasks.trainer.pieces import Piece, pieces_of
 from tasks.trainer.pipeline import Pipeline, copies, keep_stage, stages_of
+from tasks.trainer.recompute import checkpoint_activations
 from tasks.trainer.tensor_parallel import TensorParts, cut_over_ranks
 
 
@@ -46,7 +50,7 @@ class Parallelized:
 def parallelize(
     base: PreTrainedModel, train: TrainParams, plan: Plan, precision: Precision, seed: int
 ) -> Parallelized:
-    """Adapters -> stages -> tensor parallelism -> recomputing -> device -> loss -> FSDP2 or DDP.
+    """Adapters -> stages -> tensor parallelism -> recomputing -> compiling -> loss -> FSDP2 or DDP.
 
     Collective over the plan's ranks.
     """
@@ -148,18 +152,24 @@ def prepared(
     parts: TensorParts | None,
     stage: int,
 ) -> TokenLossSum:
-    """One stage with its recomputing and its loss, on the device unless FSDP2 will bring it there."""
-    checkpoint_activations(inner, plan)
+    """One stage with its recomputing, compiling and loss, on the device unless FSDP2 will bring it there."""
+    checkpoint_activations(inner, decoder_layers(inner), plan.activation_checkpointing)
     if plan.sharding == "none":
         part.to(local_device(plan))
     last = plan.pp * plan.virtual_stages - 1
-    return TokenLossSum(part, inner, precision, parts, first=stage == 0, last=stage == last)
+    losses = token_loss
+    if compiles(plan):
+        compile_layers(decoder_layers(inner))
+        losses = compiled_token_loss()
+    return TokenLossSum(part, inner, precision, parts, stage == 0, stage == last, losses)
 
 
-def checkpoint_activations(base: PreTrainedModel, plan: Plan) -> None:
-    if plan.activation_checkpointing == "full":
-        # Inputs must carry gradients although the embedding below them is frozen.
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def compiles(plan: Plan) -> bool:
+    """Whether a plan's layers are compiled here; what stands in the way is said, and costs speed alone."""
+    reason = why_not(local_device(plan)) if plan.compiled else None
+    if reason and os.environ.get("RANK", "0") == "0":
+        say(f"the plan compiles decoder layers, and here they run uncompiled: {reason}")
+    return plan.compiled and reason is None
 
 
 def shard(

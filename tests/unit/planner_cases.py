@@ -28,6 +28,20 @@ SMOL = model_spec(
         "tie_word_embeddings": True,
     }
 )
+# Of a size that fits everywhere, with widths that 2, 4 and 8 divide.
+TINY = model_spec(
+    {
+        "model_type": "qwen2",
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    }
+)
+# Pins: no layer is cut over ranks, and none is on another stage.
+WHOLE = {"tensor_parallel_degree": 1, "pipeline_parallel_degree": 1}
 
 
 def train_params(**changes: object) -> TrainParams:
@@ -114,6 +128,15 @@ def problem(
 def plans(hardware: HardwareProfile, *args, **kwargs) -> tuple[Candidate, ...]:
     """Candidates of a search, the chosen first."""
     return search(problem(hardware, *args, **kwargs)).candidates
+
+
+def chosen(candidates: tuple[Candidate, ...]) -> Candidate:
+    assert candidates[0].rejected is None
+    return candidates[0]
+
+
+def fitting(candidates: tuple[Candidate, ...]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.rejected is None]
 
 
 def check_fit(candidate: Candidate, room: float, machine: HardwareProfile) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tasks.errors import UserError
 from tasks.params import MIGRATIONS, SECTIONS, Params, parse_params, read_params
+from tasks.run_key import recipe
 from tests import tiny
 
 
@@ -31,6 +32,11 @@ def test_the_shipped_file_is_valid() -> None:
         ("train.learning_rate", -1, ["train.learning_rate=-1", "greater than 0"]),
         ("train.learning_rate", "fast", ["train.learning_rate='fast'", "number"]),
         ("train.global_batch", 0, ["train.global_batch=0"]),
+        ("select_strategy.compile", "yes", ["select_strategy.compile='yes'", "'auto', True or False"]),
+        ("select_strategy.sequence_parallel", None, ["sequence_parallel=None", "'auto', True or False"]),
+        ("select_strategy.pipeline_schedule", "1F1B", ["pipeline_schedule='1F1B'", "'1f1b'"]),
+        ("select_strategy.communication_hook", "fp16", ["train.communication_hook"]),
+        ("train.communication_hook", None, ["train.communication_hook=None", "'none', 'fp16', 'bf16'"]),
         ("train.finetuning_type", "qlora", ["'qlora'", "'lora' or 'full'"]),
         ("prepare_data.validation_fraction", 1.0, ["validation_fraction=1.0", "less than 1"]),
         ("select_strategy.data_parallel_degree", 3, ["data_parallel_degree=3", "global_batch=16"]),
@@ -59,6 +65,12 @@ def test_a_wrong_value_names_itself_and_the_way_out(name: str, value: Any, words
         "optim",
         "ddp_backend",
         "model_name_or_path",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "pipeline_parallel_schedule",
+        "sequence_parallel",
+        "torch_compile",
+        "ddp_comm_hook",
     ],
 )
 def test_the_names_people_bring_lead_to_a_key_that_exists(key: str) -> None:
@@ -66,6 +78,23 @@ def test_the_names_people_bring_lead_to_a_key_that_exists(key: str) -> None:
     place: Any = tiny.raw_params()
     for part in MIGRATIONS[key].split("."):
         place = place[part]
+
+
+@pytest.mark.parametrize("value", ["auto", True, False])
+def test_a_switch_is_auto_or_a_truth_value(value: Any) -> None:
+    params = tiny.params(**{"select_strategy.compile": value, "select_strategy.sequence_parallel": value})
+    assert params.select_strategy.compile is value and params.select_strategy.sequence_parallel is value
+
+
+def test_a_communication_hook_belongs_to_what_is_learned_and_a_schedule_does_not() -> None:
+    plain = recipe(tiny.params())
+    assert recipe(tiny.params(**{"train.communication_hook": "fp16"})) != plain
+    pinned = {
+        "select_strategy.pipeline_schedule": "gpipe",
+        "select_strategy.sequence_parallel": True,
+        "select_strategy.compile": True,
+    }
+    assert recipe(tiny.params(**pinned)) == plain
 
 
 def test_batch_and_accumulation_without_a_degree_name_the_global_batch() -> None:

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tasks.commands.plan import plan
 from tasks.commands.plan_picture import draw, write_picture
-from tasks.commands.plan_pins import parse_pins
 from tasks.commands.plan_question import Question
 from tasks.commands.plan_text import MARK, lines
 from tasks.errors import UserError
@@ -63,7 +62,7 @@ def test_what_only_several_machines_hold_is_said_not_to_fit_today():
         "llama-2-70b", "8xA100-80G x 4 nodes IB200", "full", sequence=512, mean_row=300, batch=64
     )
     today = plan(asked, None).today
-    assert today.startswith("of the plans that this version trains (one process, DDP or FSDP2")
+    assert today.startswith("of the plans that this version trains (engine torch on one machine) none fits")
     assert "none fits: full fine-tuning of this 68.98 B" in today and "no plan fits" not in today
 
 
@@ -285,8 +284,3 @@ def test_the_pin_that_does_not_fit_is_named_and_the_others_kept():
     words = ("--method", "full", "--dp", "8", "--pin", "sharding=none", "--seq-len", "2048")
     with pytest.raises(UserError, match=r"; leave out --pin sharding=none, which fits as fsdp8, micro-batch"):
         run("--model", "llama-3.1-8b", "--hardware", "8xA100-80G", *words)
-
-
-def test_pins_are_read_by_their_short_names():
-    pins = parse_pins(["dp=8", "micro=2", "offload=cpu"])
-    assert (pins.data_parallel, pins.micro_batch, pins.offload) == (8, 2, "cpu")

@@ -7,10 +7,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tasks.planner.activations import layer_bytes_per_token
+from tasks.planner.activations import layer_bytes, layer_bytes_per_token
 from tasks.planner.memory import memory, trainable_parameters
 from tasks.planner.model_spec import model_spec
-from tasks.planner.workload import Workload
+from tasks.planner.workload import ELASTANE, Workload
+from tasks.trainer.tensor_parallel import cut_over_ranks
+from tests.tiny import cpu_plan
 from tests.unit.planner_cases import LLAMA_7B, SMOL, gpus, plans, strategy_params
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -24,14 +26,16 @@ SHAPES = {
 }
 
 
-def bytes_kept(model_type: str, method: str, precision: str, layers: int, tokens: int) -> int:
-    """Bytes of the distinct tensors that a decoder's forward pass saves, its parameters apart."""
+def bytes_kept(model_type: str, method: str, precision: str, layers: int, tokens: int, cut=None) -> int:
+    """Bytes of the distinct tensors that a decoder's forward pass saves, its parameters apart; `cut` comes first."""
     config = AutoConfig.for_model(model_type, **SHAPES, num_hidden_layers=layers)
     half = DTYPES[precision]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if method == "full" else half)
-    decoder = model.model
+    decoder, whole = model.model, model
     if method == "lora":
-        get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+        whole = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    if cut is not None:
+        cut(whole, model)
     kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,6 +117,36 @@ def test_lora_of_llama_2_7b_is_near_litgpts_measurement(micro_batch, published):
     assert (sum(terms.values()) - terms["fixed"]) / 1e9 == pytest.approx(published, rel=0.12)
 
 
+@pytest.fixture
+def two_ranks():
+    """A group of two of which only the first is here: what it sends arrives nowhere."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("method", "precision"), [("full", "bfloat16"), ("full", "float32"), ("lora", "float32")]
+)
+def test_activations_under_tensor_parallelism_are_those_torch_saves(
+    two_ranks, method, precision, sequence_parallel
+):
+    def cut(model, decoder_of) -> None:
+        cut_over_ranks(model, decoder_of, two_ranks, sequence_parallel)
+
+    def layer(tokens: int) -> int:
+        two, one = (bytes_kept("llama", method, precision, layers, tokens, cut) for layers in (2, 1))
+        return two - one
+
+    real = (layer(128) - layer(64)) / 64
+    spec = model_spec({"model_type": "llama", **SHAPES})
+    plan = cpu_plan(tp=2, sequence_parallel=sequence_parallel)
+    assert layer_bytes(spec, plan, work(method, precision), ELASTANE)[0] == pytest.approx(real, rel=0.03)
+
+
 def test_sharding_divides_what_it_shares_out():
     """ZeRO, arXiv:1910.02054, figure 1: optimizer state, then gradients, then weights by the number of ranks."""
 
@@ -145,3 +179,61 @@ def test_tensor_and_pipeline_parallelism_divide_states_and_offload_takes_the_opt
 def test_qlora_keeps_linear_weights_in_four_bits():
     lora, qlora = (memory(LLAMA_7B, plan_of(), work(method))["weights"] for method in ("lora", "qlora"))
     assert 0.25 < qlora / lora < 0.35  # NF4 a quarter of bfloat16; embedding and head stay
+
+
+# --- beside tensor and pipeline parallelism -----------------------------------------------------
+
+
+def test_fsdp2_beside_a_pipeline_keeps_weights_gathered_and_gradients_whole():
+    recipe = work("full")
+    staged = {"pp": 2, "schedule": "1f1b"}
+    alone = memory(LLAMA_7B, plan_of(**staged), recipe)
+    shared = memory(LLAMA_7B, plan_of(**staged, sharding="fsdp2", dp_shard=4), recipe)
+    for name in ("weights", "optimizer"):
+        assert shared[name] == pytest.approx(alone[name] / 4, rel=1e-3)
+    assert shared["gradients"] == alone["gradients"]
+    half = alone["weights"] / 2  # float32 -> bfloat16; the embedding is gathered in float32
+    assert half < shared["gathered"] <= half + 2 * LLAMA_7B.embedding_parameters
+    # Without stages two layers are gathered at a time, and gradients scattered each micro-batch.
+    flat = memory(LLAMA_7B, plan_of(sharding="fsdp2", dp_shard=4), recipe)
+    assert flat["gathered"] < shared["gathered"] and flat["gradients"] < shared["gradients"]
+
+
+def test_copies_beside_tensor_parallelism_have_no_buckets():
+    recipe = work("full")
+    copies = memory(LLAMA_7B, plan_of(tp=2, sequence_parallel=True, dp_replicate=2), recipe)
+    assert copies.get("buckets", 0) == 0
+    assert copies == memory(LLAMA_7B, plan_of(tp=2, sequence_parallel=True), recipe)
+
+
+def test_zero_bubble_has_embedding_and_head_on_one_rank():
+    staged = {"pp": 2, "accumulation": 8}
+    recipe = work("full", "float32", longest=64)
+    forth = memory(LLAMA_7B, plan_of(**staged, schedule="1f1b"), recipe)
+    back = memory(LLAMA_7B, plan_of(**staged, schedule="zerobubble", virtual_stages=2), recipe)
+    assert back["weights"] - forth["weights"] == pytest.approx(4 * LLAMA_7B.embedding_parameters, rel=1e-3)
+    assert back["logits"] > 0
+
+
+def test_each_micro_batch_in_flight_has_its_own_casts_and_gpipes_losses_wait():
+    recipe = work("full", longest=64)
+    staged = {"pp": 2, "accumulation": 8}
+    one = memory(LLAMA_7B, plan_of(**staged, schedule="1f1b"), recipe)
+    all_at_once = memory(LLAMA_7B, plan_of(**staged, schedule="gpipe"), recipe)
+    assert all_at_once["casts"] > 3.5 * one["casts"]
+    assert all_at_once["logits"] == pytest.approx((14 + 7 * 4) * 64 * LLAMA_7B.vocab)
+
+
+def test_powersgd_keeps_what_it_left_out():
+    plan = plan_of(dp_replicate=2)
+    plain, hook = (memory(SMOL, plan, work("full", communication_hook=name)) for name in ("fp16", "powersgd"))
+    assert hook["buckets"] - plain["buckets"] == pytest.approx(4 * SMOL.parameters, rel=1e-3)
+
+
+def test_selective_checkpointing_lies_between_none_and_full():
+    for method in ("lora", "full"):
+        kept = [
+            memory(LLAMA_7B, plan_of(activation_checkpointing=level), work(method))["activations"]
+            for level in ("full", "selective", "none")
+        ]
+        assert kept[0] < 0.8 * kept[1] < 0.8 * kept[2]

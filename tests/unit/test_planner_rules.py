@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from tasks.contracts import HardwareProfile
+from tasks.contracts import Candidate, HardwareProfile
 from tasks.errors import UserError
 from tasks.planner import search as search_module
 from tasks.planner.capabilities import EVERYTHING
@@ -39,62 +40,90 @@ MACHINES = [
 ]
 
 
-def faults(plan, spec, work: Workload, machine: HardwareProfile, batch: int, pinned_tp: bool) -> list[str]:  # noqa: C901
+def faults(plan, spec, work: Workload, machine: HardwareProfile, batch: int, pins: Pins) -> list[str]:
     """Broken rules, each from its own statement; nothing of tasks.planner.legal is used."""
-    found = []
+    rules = (*of_place(plan, machine, batch, pins), *of_layers(plan, spec, work), *of_engine(plan, work))
+    return [name for holds, name in rules if not holds]
 
-    def rule(holds: bool, name: str) -> None:
-        if not holds:
-            found.append(name)
 
+def of_place(plan, machine: HardwareProfile, batch: int, pins: Pins) -> Iterator[tuple[bool, str]]:
     dp = plan.dp_replicate * plan.dp_shard
     world = dp * plan.tp * plan.pp
     a_node = len(machine.gpus)
-    rule(plan.micro_batch * plan.accumulation * dp == batch, "global batch is kept")
+    yield plan.micro_batch * plan.accumulation * dp == batch, "global batch is kept"
     if machine.device == "cpu":
-        rule(world == 1 or pinned_tp, "one process on a CPU")
+        said = pins.data_parallel or (batch // (pins.micro_batch * pins.accumulation) if both(pins) else 1)
+        yield world == said * (pins.tp or 1) * (pins.pp or 1), "on a CPU as many processes as are said"
+        yield plan.engine == "torch" and not plan.compiled, "neither DeepSpeed nor compiling on a CPU"
     else:
-        rule(world <= a_node * machine.nodes, "no more ranks than GPUs")
-        rule(world <= a_node or world % a_node == 0, "whole nodes")
-        if plan.tp > 1 and not pinned_tp:
-            rule(plan.tp <= a_node and (world <= a_node or a_node % plan.tp == 0), "tp within a node")
-    for width in (spec.heads, spec.kv_heads, spec.ffn, spec.vocab):
-        rule(width % plan.tp == 0, "tp divides")
+        yield world <= a_node * machine.nodes, "no more ranks than GPUs"
+        yield world <= a_node or world % a_node == 0, "whole nodes"
+        if plan.tp > 1 and pins.tp is None:
+            yield plan.tp <= a_node and (world <= a_node or a_node % plan.tp == 0), "tp within a node"
+    usual = "nccl" if machine.gpus else "gloo"
+    yield plan.device == machine.device and plan.backend == (pins.backend or usual), "device"
+    if machine.gpus and plan.backend == "gloo":
+        whole = plan.sharding != "fsdp2" and plan.tp * plan.pp == 1
+        yield whole, "gloo moves neither activations nor weights of GPUs"
+
+
+def of_layers(plan, spec, work: Workload) -> Iterator[tuple[bool, str]]:
+    for width in (spec.heads, spec.kv_heads, spec.ffn):
+        yield width % plan.tp == 0, "tp divides"
     if spec.moe is not None:
-        rule(spec.moe.ffn % plan.tp == 0 and spec.moe.shared_ffn % plan.tp == 0, "tp divides experts")
-    if plan.sequence_parallel:
-        rule(plan.tp > 1, "sequence parallel needs tp")
-        rule(spec.hidden % plan.tp == 0 and work.sequence % plan.tp == 0, "sequence parallel divides")
-    rule(plan.pp * plan.virtual_stages <= spec.layers, "a layer a chunk")
-    rule((plan.pp == 1) == (plan.schedule == "none"), "schedule only with stages")
+        yield spec.moe.ffn % plan.tp == 0 and spec.moe.shared_ffn % plan.tp == 0, "tp divides experts"
+    yield plan.tp > 1 or not plan.sequence_parallel, "sequence parallel needs tp"
+    yield plan.pp * plan.virtual_stages <= spec.layers, "a layer a chunk"
+    yield (plan.pp == 1) == (plan.schedule == "none"), "schedule only with stages"
+    count, chunks = plan.accumulation, plan.virtual_stages
     if plan.schedule == "1f1b":
-        rule(plan.accumulation >= plan.pp and plan.virtual_stages == 1, "1f1b")
+        yield count >= plan.pp and chunks == 1, "1f1b"
     elif plan.schedule == "interleaved1f1b":
-        rule(plan.accumulation % plan.pp == 0 and plan.virtual_stages > 1, "interleaved")
+        in_a_round = count / max(1, count // plan.pp)
+        yield in_a_round == int(in_a_round) and chunks > 1, "interleaved"
     elif plan.schedule == "zerobubble":
-        rule(
-            work.method == "full" and plan.virtual_stages == 2 and plan.accumulation >= plan.pp, "zero-bubble"
-        )
+        yield work.method == "full" and chunks == 2, "zero-bubble"
+        yield plan.activation_checkpointing == "none" and not plan.compiled, "zero-bubble as it is"
     else:
-        rule(plan.virtual_stages == 1, "chunks need a schedule")
+        yield chunks == 1, "chunks need a schedule"
+
+
+def of_engine(plan, work: Workload) -> Iterator[tuple[bool, str]]:
     zero = plan.sharding in ("zero1", "zero2", "zero3")
-    rule((plan.engine == "deepspeed") == zero, "engine")
-    rule(not (zero and plan.pp > 1), "no pipeline beside ZeRO")
-    rule(not (zero and plan.dp_replicate > 1), "ZeRO over all ranks")
-    rule(not (plan.sharding == "zero3" and plan.tp > 1), "no zero3 with tp")
-    rule(plan.sharding != "none" or plan.dp_shard == 1, "nothing shared")
-    rule(plan.sharding != "fsdp2" or plan.dp_shard > 1, "fsdp2 over ranks")
-    rule(plan.offload == "none" or plan.sharding in ("zero2", "zero3"), "offload needs ZeRO")
-    rule(plan.offload != "nvme" or plan.sharding == "zero3", "NVMe needs zero3")
-    rule(not (zero and plan.sequence_parallel), "DeepSpeed does not split sequences")
-    rule(plan.offload_parameters == "none" or plan.sharding == "zero3", "offloaded weights need zero3")
-    rule(
-        not (work.method == "qlora" and (plan.sharding == "zero3" or plan.tp > 1)), "qlora is whole or fsdp2"
-    )
-    rule(plan.device == machine.device and plan.backend == ("nccl" if machine.gpus else "gloo"), "device")
-    rule(not (machine.device == "cpu" and zero), "no DeepSpeed on a CPU")
-    rule(plan.replication == "ddp", "nn.DataParallel only on demand")
-    return found
+    yield (plan.engine == "deepspeed") == zero, "engine"
+    yield not (zero and plan.pp > 1), "no pipeline beside ZeRO"
+    yield not (zero and plan.dp_replicate > 1), "ZeRO over all ranks"
+    yield not (plan.sharding == "zero3" and plan.tp > 1), "no zero3 with tp"
+    yield not (zero and plan.sequence_parallel), "DeepSpeed does not split sequences"
+    yield not (zero and plan.compiled), "DeepSpeed does not compile"
+    yield plan.sharding != "none" or plan.dp_shard == 1, "nothing shared"
+    yield plan.sharding != "fsdp2" or plan.dp_shard > 1, "fsdp2 over ranks"
+    yield plan.offload == "none" or plan.sharding in ("zero2", "zero3"), "offload needs ZeRO"
+    yield plan.offload != "nvme" or plan.sharding == "zero3", "NVMe needs zero3"
+    yield plan.offload_parameters == "none" or plan.sharding == "zero3", "offloaded weights need zero3"
+    whole = plan.sharding != "zero3" and plan.tp == 1
+    yield work.method != "qlora" or whole, "qlora is whole or fsdp2"
+    yield plan.replication == "ddp", "nn.DataParallel only on demand"
+    alone = plan.sharding == "none" and plan.tp == plan.pp == 1
+    yield work.communication_hook == "none" or alone, "a hook is of DDP"
+
+
+def both(pins: Pins) -> bool:
+    return pins.micro_batch is not None and pins.accumulation is not None
+
+
+def check_compiling(asked: Problem, candidate: Candidate) -> None:
+    """Compiled exactly where that saves more than it takes, or as pinned."""
+    plan, cost = candidate.plan, candidate.estimate
+    if asked.pins.compiled is not None or asked.steps is None:
+        assert plan.compiled == bool(asked.pins.compiled)
+        return
+    if plan.device == "cpu" or plan.engine == "deepspeed" or plan.schedule == "zerobubble":
+        assert not plan.compiled
+        return
+    other = asked.cost.estimate(plan.model_copy(update={"compiled": not plan.compiled}))
+    saved = (other.total_seconds - cost.total_seconds) * asked.steps
+    assert saved > 90 if plan.compiled else saved >= -90 or candidate.rejected
 
 
 def random_pins(draw: random.Random, batch: int) -> Pins:
@@ -109,6 +138,10 @@ def random_pins(draw: random.Random, batch: int) -> Pins:
         ("sharding", 0.1, ["none", "fsdp2", "zero1", "zero2", "zero3"]),
         ("offload", 0.05, ["cpu", "nvme"]),
         ("schedule", 0.05, ["gpipe", "1f1b", "interleaved1f1b", "zerobubble"]),
+        ("sequence_parallel", 0.1, [True, False]),
+        ("compiled", 0.15, [True, False]),
+        ("accumulation", 0.1, [n for n in (1, 2, 3, 5, 6) if batch % n == 0]),
+        ("backend", 0.05, ["gloo"]),
         ("gpus", 0.1, [1, 2, 5, 8, 24]),
     ):
         if draw.random() < chance:
@@ -127,26 +160,31 @@ def test_no_illegal_plan_is_ever_returned():
     draw = random.Random(11)
     planned = refused = 0
     seen: set[tuple[object, ...]] = set()
-    for _ in range(220):
+    for _ in range(180):
         name, words = draw.choice(MODELS), draw.choice(MACHINES)
         machine, spec = named_hardware(words), SPECS[name]
         method = draw.choice(["full", "lora", "qlora"])
         longest = draw.choice([301, 512, 2048, 4096])
-        work = Workload(method, "bfloat16", longest, longest * draw.choice([0.4, 1.0]))
+        hook = draw.choice(["none"] * 6 + ["fp16", "powersgd"])
+        work = Workload(
+            method, "bfloat16", longest, longest * draw.choice([0.4, 1.0]), communication_hook=hook
+        )
         batch = draw.choice([1, 6, 16, 48, 64, 256, 1024])
-        pins = random_pins(draw, batch)
+        pins, steps = random_pins(draw, batch), draw.choice([None, 20, 400, 10000])
+        asked = Problem(spec, machine, work, batch, EVERYTHING, pins, evaluation_rows=1, steps=steps)
         try:
-            found = search(Problem(spec, machine, work, batch, EVERYTHING, pins, evaluation_rows=1))
+            found = search(asked)
         except UserError as error:
             assert re.search(r"; (use|leave|make|set|or|train)|fits|pinned", str(error)), str(error)
             refused += 1
             continue
         planned += 1
         for candidate in (*found.fitting, *found.rejected):
-            broken = faults(candidate.plan, spec, work, machine, batch, pins.tp is not None)
+            broken = faults(candidate.plan, spec, work, machine, batch, pins)
             assert not broken, (name, words, pins, candidate.plan, broken)
             assert kept(pins, candidate.plan), (pins, candidate.plan)
-            room = min([gpu.memory_bytes for gpu in machine.gpus], default=machine.host_memory_bytes)
+            shared = machine.host_memory_bytes / candidate.plan.world_size
+            room = min([gpu.memory_bytes for gpu in machine.gpus], default=shared)
             check_fit(candidate, room, machine)
             seen.add(
                 (
@@ -154,8 +192,11 @@ def test_no_illegal_plan_is_ever_returned():
                     candidate.plan.tp > 1,
                     candidate.plan.schedule,
                     candidate.plan.offload,
+                    candidate.plan.compiled,
                 )
             )
+        for candidate in (*found.fitting[:6], *found.rejected[:3]):
+            check_compiling(asked, candidate)
         for candidate in found.ruled_out:
             assert candidate.estimate is None and ";" in candidate.rejected
     # The draw must reach the whole space, or this test shows little.
@@ -163,6 +204,7 @@ def test_no_illegal_plan_is_ever_returned():
     assert {entry[0] for entry in seen} == {"none", "fsdp2", "zero1", "zero2", "zero3"}
     assert {entry[2] for entry in seen} == {"none", "gpipe", "1f1b", "interleaved1f1b", "zerobubble"}
     assert {entry[3] for entry in seen} >= {"none", "cpu"} and {entry[1] for entry in seen} == {True, False}
+    assert {entry[4] for entry in seen} == {True, False}
 
 
 @pytest.mark.parametrize(

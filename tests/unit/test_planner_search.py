@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from tasks.contracts import Candidate, Link
+from tasks.contracts import Link
 from tasks.errors import UserError
 from tasks.planner.capabilities import EVERYTHING
 from tasks.planner.explain import why
+from tasks.planner.model_spec import model_spec
 from tasks.planner.nearest import NothingFits, too_large
 from tasks.planner.problem import Pins
 from tasks.planner.search import KEPT, search
 from tests.unit.planner_cases import (
     GIB,
     LLAMA_7B,
+    TINY,
+    WHOLE,
+    chosen,
     cpu,
+    fitting,
     gpus,
     manifest,
     plans,
@@ -25,14 +31,7 @@ from tests.unit.planner_cases import (
     train_params,
 )
 
-
-def chosen(candidates: tuple[Candidate, ...]) -> Candidate:
-    assert candidates[0].rejected is None
-    return candidates[0]
-
-
-def fitting(candidates: tuple[Candidate, ...]) -> list[Candidate]:
-    return [candidate for candidate in candidates if candidate.rejected is None]
+GEMMA = model_spec({"model_type": "gemma"})
 
 
 # --- choices ------------------------------------------------------------------------------------
@@ -59,7 +58,7 @@ def test_full_7b_on_24_gb_is_refused_with_numbers_and_the_way_out():
 
 def test_nothing_helps_names_length_and_model():
     with pytest.raises(UserError, match=r"smaller model.*prepare_data\.max_length.*512 tokens"):
-        plans(gpus(1, gib=4), LLAMA_7B)
+        plans(gpus(1, gib=3), GEMMA)
 
 
 def test_a_pin_that_does_not_fit_says_to_drop_it():
@@ -125,15 +124,17 @@ def test_the_smallest_of_mixed_gpus_counts():
     machine = gpus(2, gib=80)
     small = machine.gpus[0].model_copy(update={"memory_bytes": 24 * GIB})
     mixed = machine.model_copy(update={"gpus": (machine.gpus[0], small)})
-    assert {c.estimate.memory_limit_bytes for c in plans(mixed)} == {int(24 * GIB * 0.9)}
+    limits = {c.estimate.memory_limit_bytes for c in plans(mixed) if c.estimate is not None}
+    assert limits == {int(24 * GIB * 0.9)}
 
 
 def test_links_decide_whether_a_second_gpu_pays():
     near = gpus(2, gib=80)
     apart = near.model_copy(update={"links": (Link(a=0, b=1, kind="system", nvlinks=0),)})
     full, data = train_params(finetuning_type="full", global_batch=32), manifest(mean=400)
-    assert chosen(plans(near, train=full, data=data)).plan.name == "ddp2"
-    assert chosen(plans(apart, train=full, data=data)).plan.name == "single"
+    whole = strategy_params(**WHOLE)
+    assert chosen(plans(near, train=full, data=data, strategy=whole)).plan.name == "ddp2"
+    assert chosen(plans(apart, train=full, data=data, strategy=whole)).plan.name == "single"
 
 
 def test_an_unknown_gpu_is_guessed_and_said():
@@ -143,129 +144,75 @@ def test_an_unknown_gpu_is_guessed_and_said():
     assert "guessed" not in why(known, search(known))
 
 
-# --- pins ---------------------------------------------------------------------------------------
-
-
-def test_pins_are_kept():
-    strategy = strategy_params(
-        data_parallel_degree=2,
-        per_device_train_batch_size=2,
-        activation_checkpointing="full",
-        sharding="none",
-    )
-    candidates = plans(gpus(8), strategy=strategy)
-    assert len(candidates) == 1
-    plan = chosen(candidates).plan
-    assert (plan.dp_replicate, plan.micro_batch, plan.accumulation) == (2, 2, 4)
-    assert plan.activation_checkpointing == "full"
-
-
-@pytest.mark.parametrize("machine", [gpus(4), cpu(4)], ids=["gpus", "cpu"])
-def test_pinned_sharding_and_degree_are_shards_times_copies(machine):
-    strategy = strategy_params(data_parallel_degree=4, sharding="fsdp2")
-    found = [candidate.plan for candidate in plans(machine, strategy=strategy)]
-    assert {(plan.dp_replicate, plan.dp_shard) for plan in found} == {(1, 4), (2, 2)}
-    assert {plan.name for plan in found} == {"fsdp4", "dp2fsdp2"}
-    open_to_both = {c.plan.sharding for c in plans(machine, strategy=strategy_params(data_parallel_degree=4))}
-    assert open_to_both == {"none", "fsdp2"}
-
-
-def test_a_model_too_large_for_a_gpu_alone_is_sharded():
-    full, data = train_params(finetuning_type="full"), manifest(longest=512)
-    plan = chosen(plans(gpus(4, gib=80), LLAMA_7B, train=full, data=data)).plan
-    assert (plan.name, plan.engine) == ("fsdp4", "torch")
-    with pytest.raises(UserError, match="no plan fits"):
-        plans(gpus(4, gib=80), LLAMA_7B, train=full, data=data, strategy=strategy_params(sharding="none"))
-
-
-def test_a_cpu_obeys_a_pinned_degree():
-    plan = chosen(plans(cpu(2), strategy=strategy_params(data_parallel_degree=2))).plan
-    assert (plan.name, plan.backend) == ("ddp2", "gloo")
-
-
-def test_both_batch_pins_fix_the_degree():
-    strategy = strategy_params(per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    assert {c.plan.data_parallel for c in plans(gpus(4), strategy=strategy)} == {2}
-    assert {c.plan.data_parallel for c in plans(cpu(4), strategy=strategy)} == {2}
-    with pytest.raises(UserError, match=r"needs data_parallel_degree=2 .* 1 visible GPU"):
-        plans(gpus(1), strategy=strategy)
-
-
-def test_three_explicit_degrees_make_the_batch():
-    strategy = strategy_params(
-        per_device_train_batch_size=3, gradient_accumulation_steps=5, data_parallel_degree=2
-    )
-    assert (
-        chosen(plans(gpus(2), train=train_params(global_batch="auto"), strategy=strategy)).plan.global_batch
-        == 30
-    )
-
-
-@pytest.mark.parametrize(
-    ("machine", "pins", "sentence"),
-    [
-        (
-            gpus(2),
-            {"data_parallel_degree": 4},
-            "=4 needs a GPU a process, and 2 can be used here; use 1 or 2",
-        ),
-        (gpus(1), {"data_parallel_degree": 2}, "1 can be used here; use 1"),
-        (gpus(8), {"tensor_parallel_degree": 2}, "tensor_parallel_degree=2 cannot be trained"),
-        (gpus(8), {"pipeline_parallel_degree": 4}, "pipeline_parallel_degree=4 cannot be trained"),
-        (cpu(2), {"ddp_backend": "nccl"}, "ddp_backend=nccl needs CUDA GPUs"),
-        (
-            cpu(2),
-            {"sharding": "fsdp2"},
-            "given one process unless a degree is said; use data_parallel_degree=2",
-        ),
-        (gpus(2), {"sharding": "fsdp2", "data_parallel_degree": 1}, "data_parallel_degree=1 leaves one"),
-        (gpus(1), {"sharding": "fsdp2"}, "and 1 GPU can be used here; use more GPUs, or sharding=auto"),
-        (
-            gpus(3),
-            {"sharding": "fsdp2", "per_device_train_batch_size": 16},
-            "train.global_batch=16; use another",
-        ),
-        (gpus(2), {"sharding": "fsdp2", "ddp_backend": "gloo"}, "ddp_backend is gloo; use nccl or auto"),
-    ],
-)
-def test_illegal_pins_name_value_rule_and_way_out(machine, pins, sentence):
-    with pytest.raises(UserError) as caught:
-        plans(machine, strategy=strategy_params(**pins))
-    assert sentence in str(caught.value)
-
-
-@pytest.mark.parametrize(("machine", "use"), [(gpus(8), "1, 2, 4 or 8"), (cpu(2), "1, 2, 4, 8 or 16")])
-def test_a_degree_that_does_not_divide_the_batch_names_those_that_do(machine, use):
-    with pytest.raises(UserError, match=f"=3 does not divide train.global_batch=16; use {use}"):
-        search(problem(machine).changed(pins=Pins(data_parallel=3)))
-
-
-def test_gloo_may_be_asked_for_on_gpus():
-    assert chosen(plans(gpus(2), strategy=strategy_params(ddp_backend="gloo"))).plan.backend == "gloo"
-
-
 def test_no_rows_is_an_error():
     with pytest.raises(UserError, match="0 rows"):
         plans(cpu(2), data=manifest(rows=0))
+
+
+# --- compiling ----------------------------------------------------------------------------------
+
+
+def compiled(steps: int | None, compile: object = "auto", machine=None) -> set[bool]:
+    asked = problem(machine or gpus(2, gib=80), TINY, strategy=strategy_params(compile=compile))
+    return {candidate.plan.compiled for candidate in search(asked.changed(steps=steps)).fitting}
+
+
+def test_layers_are_compiled_where_the_run_is_long_enough():
+    assert compiled(None) == compiled(5) == {False}
+    assert compiled(1_000_000) == {True}
+    assert compiled(5, compile=True) == {True} and compiled(1_000_000, compile=False) == {False}
+    assert compiled(1_000_000, machine=cpu(2)) == {False}
+    pascal = gpus(1, "Tesla P100-PCIE-16GB", 16, (6, 0))
+    assert compiled(1_000_000, machine=pascal) == {False}
+    with pytest.raises(
+        UserError, match=r"compute capability 6.0, and compiled kernels need 7.0; use compile"
+    ):
+        compiled(1_000_000, compile=True, machine=pascal)
+
+
+def test_a_plan_that_only_fits_compiled_is_compiled_if_that_pays(monkeypatch):
+    asked = problem(gpus(1, gib=24), LLAMA_7B, data=manifest(longest=1024)).changed(steps=1_000_000)
+    cost = asked.cost
+    small = replace(cost.software, compiled_activations=0.5, compiled_logits=6)
+    monkeypatch.setitem(asked.__dict__, "cost", replace(cost, software=small))
+    widest = {
+        name: max(c.plan.micro_batch for c in found.fitting if c.plan.activation_checkpointing == "none")
+        for name, found in (("small", search(asked)), ("same", search(asked.changed(steps=999_999))))
+    }
+    assert widest["small"] > widest["same"]
+
+
+def test_what_compiling_saves_is_more_than_it_takes():
+    asked = problem(gpus(1, gib=80), TINY, strategy=strategy_params(per_device_train_batch_size=4))
+    plain = search(asked.changed(steps=None)).fitting[0]
+    with_compiled = asked.cost.estimate(plain.plan.model_copy(update={"compiled": True}))
+    even = 90 / (plain.estimate.total_seconds - with_compiled.total_seconds)
+    assert not search(asked.changed(steps=int(even * 0.99))).fitting[0].plan.compiled
+    longer = asked.changed(steps=int(even * 1.2))
+    found = search(longer)
+    assert found.fitting[0].plan.compiled
+    assert re.search(r"Compiling takes about 90 s and saves 10\d s over [\d,]+ steps", why(longer, found))
 
 
 # --- rejections ---------------------------------------------------------------------------------
 
 
 def test_a_rejection_says_the_term_the_excess_and_what_fits():
-    candidates = plans(gpus(1, gib=24), LLAMA_7B, data=manifest(longest=2048))
+    plain = strategy_params(compile=False)
+    candidates = plans(gpus(1, gib=24), LLAMA_7B, strategy=plain, data=manifest(longest=2048))
     rejected = [candidate for candidate in candidates if candidate.rejected]
     widest = max(rejected, key=lambda c: (c.plan.activation_checkpointing == "none", c.plan.micro_batch))
     assert re.fullmatch(
         r"needs [\d.]+ GiB of 21\.6 GiB in training, [\d.]+ GiB too much \(weights [\d.]+, activations [\d.]+, .*\); "
-        r"fits as single, micro-batch \d+ x accumulation \d+, activation_checkpointing=full; "
+        r"fits as single, micro-batch \d+ x accumulation \d+, activation_checkpointing=selective; "
         r"this plan itself would fit at prepare_data\.max_length=1024",
         widest.rejected,
     )
 
 
 def test_the_nearest_plan_is_of_the_same_degree_and_checkpointing():
-    candidates = fitting(plans(gpus(4), LLAMA_7B, data=manifest(longest=128)))
+    plain = strategy_params(compile=False, **WHOLE)
+    candidates = fitting(plans(gpus(4), LLAMA_7B, strategy=plain, data=manifest(longest=128)))
     target = next(
         c for c in candidates if c.plan.name == "ddp2" and c.plan.activation_checkpointing == "full"
     )

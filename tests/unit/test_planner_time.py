@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tasks.planner.machine import machine
 from tasks.planner.memory import memory
 from tasks.planner.model_spec import model_spec
 from tasks.planner.time import seconds
-from tasks.planner.workload import Workload
+from tasks.planner.workload import ELASTANE, Workload, row_width
 from tests.unit.planner_cases import LLAMA_7B, SMOL, cpu, gpus, plans, strategy_params
 
 
@@ -123,3 +124,78 @@ def test_offloaded_optimizers_pay_for_the_bus():
         for where in ("none", "cpu")
     )
     assert away > 5 * plain
+
+
+# --- beside tensor and pipeline parallelism, hooks, compiling -----------------------------------
+
+
+def test_a_pipelines_rows_are_all_as_long_as_the_longest_of_the_step():
+    hardware, mean = gpus(2), 200.0
+    recipe = Workload("full", "bfloat16", 2000, mean, padded=True)
+
+    def width(**changes) -> float:
+        return row_width(recipe, a_plan(hardware, micro_batch=1, accumulation=16, **changes))
+
+    assert width() == mean
+    assert width(pp=2, schedule="1f1b") > 0.7 * 2000
+
+
+def test_gradients_of_copies_hide_only_under_plain_ddp():
+    machine_of = {"method": "full", "micro_batch": 8, "accumulation": 2, "mean": 1000.0}
+    plain = spent(gpus(4), dp_replicate=4, **machine_of)["communication"]
+    beside = spent(gpus(8), dp_replicate=4, tp=2, sequence_parallel=True, **machine_of)["communication"]
+    assert beside > 2 * plain  # half as many bytes, none of them hidden
+
+
+def test_fsdp2_beside_a_pipeline_gathers_once_a_step():
+    cut = {
+        "method": "full",
+        "micro_batch": 1,
+        "pp": 2,
+        "sharding": "fsdp2",
+        "dp_shard": 4,
+        "schedule": "1f1b",
+    }
+    few, many = (spent(gpus(8), accumulation=count, **cut) for count in (4, 32))
+    assert many["communication"] == pytest.approx(few["communication"], rel=0.05)
+    assert many["compute"] == pytest.approx(8 * few["compute"])
+
+
+@pytest.mark.parametrize(("hook", "share"), [("fp16", 0.5), ("bf16", 0.5), ("powersgd", 1.0)])
+def test_a_hook_sends_half_as_much_and_powersgd_is_taken_as_whole(hook, share):
+    hardware = gpus(2)
+    plan = a_plan(hardware, dp_replicate=2)
+    sent = [
+        seconds(
+            LLAMA_7B,
+            plan,
+            Workload("full", "bfloat16", 8, 8.0, communication_hook=name),
+            machine(hardware, "bfloat16"),
+            replace(ELASTANE, overlap=0.0),
+        )["communication"]
+        for name in ("none", hook)
+    ]
+    assert sent[1] == pytest.approx(share * sent[0], rel=0.01)
+
+
+def test_compiled_layers_launch_and_move_less():
+    small, large = {"micro_batch": 1, "mean": 50.0}, {"micro_batch": 16, "mean": 1000.0}
+    for sizes in (small, large):
+        plain, compiled = (spent(gpus(1), compiled=each, **sizes)["compute"] for each in (False, True))
+        assert compiled < plain
+    # Few rows wait for launches alone: a layer's and those of its seven adapters.
+    launches = [
+        ELASTANE.launch + 7 * ELASTANE.adapter_launch,
+        ELASTANE.compiled_launch + 7 * ELASTANE.compiled_adapter_launch,
+    ]
+    plain, compiled = (spent(gpus(1), compiled=each, **small)["compute"] for each in (False, True))
+    assert compiled / plain == pytest.approx(launches[1] / launches[0], rel=0.1)
+
+
+def test_what_is_recomputed_is_sent_again():
+    cut = {"method": "full", "tp": 2, "sequence_parallel": True, "micro_batch": 4}
+    sent = [
+        spent(gpus(2), activation_checkpointing=level, **cut)["tensor_parallel"]
+        for level in ("none", "selective", "full")
+    ]
+    assert sent[1] == sent[2] == pytest.approx(1.5 * sent[0])

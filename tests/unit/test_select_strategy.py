@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tasks.contracts import PlanReport, StageStatus
+from tasks.data.order import SampleOrder
 from tasks.errors import UserError
 from tasks.paths import Paths
-from tasks.select_strategy import precision_note, resolve, select_strategy
+from tasks.select_strategy import precision_note, resolve, run_steps, select_strategy
 from tests.unit.planner_cases import cpu, gpus, manifest, params, train_params
 
 REPOSITORY = Path(__file__).parents[2]
@@ -104,12 +106,62 @@ def test_what_is_said_is_obeyed(paths, capsys):
     ("pin", "sentence"),
     [
         ({"engine": "deepspeed"}, "engine=deepspeed cannot be trained"),
-        ({"activation_checkpointing": "selective"}, "selective cannot be trained .*; use none, full or auto"),
+        (
+            {"tensor_parallel_degree": 3},
+            "degree=3 cannot be trained: a model that runs code of its own .* whole or sharded; use 1 or auto",
+        ),
     ],
 )
 def test_what_is_planned_but_not_trained_is_refused_in_a_run(paths, pin, sentence):
+    (paths.base / "config.json").write_text(json.dumps(CONFIG | {"auto_map": {"AutoConfig": "x.Y"}}))
     with pytest.raises(UserError, match=sentence):
-        select_strategy(params(select_strategy=pin), paths)
+        select_strategy(params(select_strategy=pin, model={"trust_remote_code": True}), paths)
+
+
+def test_layers_are_cut_where_the_models_own_code_is_not_run(paths):
+    (paths.base / "config.json").write_text(json.dumps(CONFIG | {"auto_map": {"AutoConfig": "x.Y"}}))
+    report = select_strategy(params(select_strategy={"tensor_parallel_degree": 3}), paths)
+    assert report.chosen.plan.name == "tp3sp"
+
+
+def test_degrees_and_schedule_of_params_yaml_are_the_plans(paths):
+    pins = {
+        "tensor_parallel_degree": 3,
+        "pipeline_parallel_degree": 2,
+        "data_parallel_degree": 2,
+        "pipeline_schedule": "gpipe",
+        "sequence_parallel": False,
+        "activation_checkpointing": "selective",
+    }
+    cpu(2, gib=64).write(paths.hardware)
+    plan = select_strategy(params(select_strategy=pins), paths).chosen.plan
+    assert (plan.name, plan.world_size) == ("dp2tp3pp2-gpipe", 12)
+    assert plan.activation_checkpointing == "selective"
+
+
+@pytest.mark.parametrize("budget", [None, 900, 20_000])
+@pytest.mark.parametrize("epochs", [0.3, 1, 2.5])
+def test_the_steps_a_plan_is_made_for_are_those_that_are_trained(budget, epochs):
+    lengths = np.full(1003, 37)
+    train = train_params(num_train_epochs=epochs, token_budget=budget)
+    rows = manifest(rows=len(lengths), mean=37)
+    trained = SampleOrder(len(lengths), 16, seed=1).steps(epochs, lengths, budget)
+    assert run_steps(train, rows, 16, gpus(1)) == pytest.approx(trained, abs=1)
+
+
+def test_a_plan_is_compiled_if_the_recipe_is_long_enough(paths):
+    gpus(1, gib=80).write(paths.hardware)
+    manifest(rows=100_000).write(paths.manifest)
+    assert select_strategy(params(), paths).chosen.plan.compiled
+    short = {"token_budget": 20_000}
+    assert not select_strategy(params(train=short), paths).chosen.plan.compiled
+
+
+def test_a_communication_hook_of_the_recipe_leaves_ddp(paths):
+    gpus(4, gib=80).write(paths.hardware)
+    report = select_strategy(params(train={"communication_hook": "fp16"}), paths)
+    plans = [candidate.plan for candidate in (report.chosen, *report.runners_up)]
+    assert {plan.name for plan in plans} <= {"single", "ddp2", "ddp4"}
 
 
 def test_an_evaluation_that_does_not_fit_names_its_batch(paths):
@@ -148,7 +200,7 @@ def test_a_config_that_cannot_be_read_ends_before_anything_is_written(paths, tex
 def test_as_a_stage_it_exits_with_2_after_a_users_mistake(paths):
     text = (REPOSITORY / "params.yaml").read_text()
     (paths.root / "params.yaml").write_text(
-        text.replace("tensor_parallel_degree: auto", "tensor_parallel_degree: 2")
+        text.replace("tensor_parallel_degree: auto ", "tensor_parallel_degree: 2 ")
     )
     command = [sys.executable, "-m", "tasks.select_strategy"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -156,7 +208,7 @@ def test_as_a_stage_it_exits_with_2_after_a_users_mistake(paths):
         command, cwd=paths.root, env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 2
-    assert "tensor_parallel_degree=2 cannot be trained" in run.stderr
+    assert "tp=2 does not divide num_attention_heads=9; use tp=1 or 3" in run.stderr
     assert "Traceback" not in run.stderr
     assert StageStatus.read(paths.status("select_strategy")).exit_code == 2
     shutil.copy(REPOSITORY / "params.yaml", paths.root)
