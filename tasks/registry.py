@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tasks.certificate import Certificate, markdown
 from tasks.contracts import DataManifest, EvalReport, Registration, TrainPerformance, TrainReport
 from tasks.errors import UserError
 from tasks.params import Params, RegisterParams
@@ -191,6 +192,7 @@ def description(
     performance: TrainPerformance | None,
     champion: Champion | None,
     commit: str,
+    certificate: Certificate | None,
 ) -> str:
     """Markdown for the version's page in MLflow."""
     recipe = params.train
@@ -210,6 +212,7 @@ def description(
         f"{manifest.validation.rows} held out, {sum(manifest.rejected.values())} left out.",
         f"- Run `{report.run_key}`, weights `{report.content_hash[:12]}`, {commit}.",
         *_speed(performance),
+        markdown(certificate),
         "- Samples beside the base's: `samples.json` in the run. Replay: `elastane reproduce models:/"
         f"{params.register_.model_name}/<version>`.",
     ]
@@ -231,7 +234,8 @@ def _speed(performance: TrainPerformance | None) -> list[str]:
     if performance is None or not performance.steps_timed:
         return []
     peak = max(rank.peak_memory_bytes for rank in performance.ranks) / 2**30
+    mfu = "" if performance.mfu is None else f" (MFU {performance.mfu:.0%})"
     return [
-        f"- Plan {performance.plan.name}, {performance.tokens_per_second:,.0f} tokens/s, "
-        f"peak {peak:.1f} GiB a rank, {performance.starts} start(s)."
+        f"- Plan {performance.plan.name}, {performance.tokens_per_second:,.0f} tokens/s{mfu}, "
+        f"peak {peak:.1f} GiB a rank, {performance.starts} start(s). {performance.advice}"
     ]

@@ -17,6 +17,7 @@ from tasks.contracts.review import EvalReport, Registration, Sample, Samples, Sc
 from tasks.contracts.training import (
     CheckpointManifest,
     FinalManifest,
+    Predicted,
     RankPerformance,
     TrainPerformance,
     TrainReport,
@@ -45,6 +46,7 @@ __all__ = [
     "Plan",
     "PlanReport",
     "Precision",
+    "Predicted",
     "RankPerformance",
     "Rates",
     "Registration",

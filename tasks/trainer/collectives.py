@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from tasks.trainer.clock import exchanging
+
 TOKENS = 1  # the dim that sequence parallelism slices
 
 
 def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = tensor.contiguous().clone()
-    dist.all_reduce(total, group=group)
+    with exchanging():
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -26,7 +29,8 @@ def _join(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Slices put together along the tokens."""
     rows = tensor.transpose(0, TOKENS).contiguous()
     whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-    dist.all_gather_into_tensor(whole, rows, group=group)
+    with exchanging():
+        dist.all_gather_into_tensor(whole, rows, group=group)
     return whole.transpose(0, TOKENS).contiguous()
 
 
@@ -38,7 +42,8 @@ def _sum_to_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     """The rank's slice of the sum of partial tensors."""
     rows = tensor.transpose(0, TOKENS).contiguous()
     mine = rows.new_empty(rows.shape[0] // group.size(), *rows.shape[1:])
-    dist.reduce_scatter_tensor(mine, rows, group=group)
+    with exchanging():
+        dist.reduce_scatter_tensor(mine, rows, group=group)
     return mine.transpose(0, TOKENS).contiguous()
 
 

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from tasks.contracts import (
     BaseModelRef,
     FinalManifest,
-    HardwareProfile,
     RankPerformance,
-    TrainPerformance,
     TrainReport,
     write_text,
 )
@@ -22,7 +20,7 @@ from tasks.trainer.checkpoint import complete_checkpoints
 from tasks.trainer.engine import Engine
 from tasks.trainer.loop import Job
 from tasks.trainer.model_source import weights_hash
-from tasks.trainer.performance import advise
+from tasks.trainer.performance import train_performance
 from tasks.trainer.run_state import StepLog, StepRecord, write_curves
 
 
@@ -55,7 +53,7 @@ def finish(engine: Engine, job: Job, paths: Paths, mine: RankPerformance, starts
     _report(engine, job, content, records).write(final / "train_report.json")
     write_curves(records, final / "train_curves.csv")
     measured = [rank for rank in ranks if rank is not None]
-    _performance(job, paths, measured, records, starts).write(finished / "train_performance.json")
+    train_performance(job, paths, measured, records, starts).write(finished / "train_performance.json")
     (finished / "complete").touch()
 
 
@@ -83,27 +81,4 @@ def _report(engine: Engine, job: Job, content: str, records: list[StepRecord]) -
         final_loss=records[-1].loss,
         trainable_parameters=trainable,
         total_parameters=total,
-    )
-
-
-def _performance(
-    job: Job, paths: Paths, ranks: list[RankPerformance], records: list[StepRecord], starts: int
-) -> TrainPerformance:
-    hardware = HardwareProfile.read(paths.hardware)
-    if job.plan.device == "cuda":
-        limit = min(gpu.memory_bytes for gpu in hardware.gpus)
-    else:
-        limit = hardware.host_memory_bytes
-    seconds = sum(record.seconds for record in records)
-    return TrainPerformance(
-        run_key=job.run_key,
-        plan=job.plan,
-        hardware=hardware.identity,
-        steps_timed=len(records),
-        tokens_per_second=sum(record.tokens for record in records) / seconds,
-        seconds_per_step=seconds / len(records),
-        train_seconds=seconds,
-        starts=starts,
-        ranks=tuple(ranks),
-        advice=advise(ranks, job.plan, limit),
     )

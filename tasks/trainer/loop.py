@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,17 +14,19 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from tasks.contracts import CheckpointManifest, Plan, Precision
+from tasks.contracts import CheckpointManifest, HardwareProfile, Plan, Precision
 from tasks.data.order import MicroBatch, SampleOrder, deal
 from tasks.data.prepared import Split
 from tasks.errors import PREEMPTED_EXIT_CODE
 from tasks.params import TrainParams
-from tasks.stage import lively
+from tasks.paths import Paths
+from tasks.stage import lively, say
 from tasks.trainer.checkpoint import load_newest, save_checkpoint
 from tasks.trainer.engine import Batch, Engine, StepResult
 from tasks.trainer.guards import StopSignals, check_finite
+from tasks.trainer.live import Board, Reporter
 from tasks.trainer.mesh import data_rank
-from tasks.trainer.performance import Stopwatch
+from tasks.trainer.performance import Stopwatch, Yardstick, shares
 from tasks.trainer.run_state import StepLog, StepRecord
 from tasks.trainer.tracking import Tracker
 
@@ -41,6 +44,11 @@ class Job:
     order: SampleOrder
     total_steps: int
     rank: int
+
+    @property
+    def paths(self) -> Paths:
+        """The workspace that the run's folder is in."""
+        return Paths(self.run.parents[1])
 
 
 class Lengths:
@@ -78,7 +86,48 @@ def train_loop(
     if job.rank == 0:
         log.cut(first)
     watch = Stopwatch()
-    bar = tqdm(
+    reporter = Reporter(job.run, job.rank, job.plan, engine, watch)
+    board = _board(job) if job.rank == 0 else None
+    bar = _bar(job, first)
+    saved_at = time.monotonic()
+    for step in range(first, job.total_steps):
+        due = time.monotonic() - saved_at >= job.train.checkpoint_every_seconds and job.rank == 0
+        samples = job.order.samples(step)
+        begin = time.perf_counter()
+        with lively(bar):
+            result = _one_step(engine, job, lengths, watch, samples, (due, signals.received is not None))
+        check_finite(result.loss, result.grad_norm, step, job.precision)
+        watch.steps += 1
+        wrote = reporter.step(step + 1)
+        if board is not None:
+            record = _record(step, samples, lengths, time.perf_counter() - begin, result)
+            log.append(record)
+            board.step(lengths.tokens[samples].tolist(), record.seconds)
+            if wrote:
+                board.read()
+            _show(bar, tracker, record, board)
+        save, stop = result.flags
+        last = step + 1 == job.total_steps
+        if save or stop or last:
+            _save(engine, job, step + 1, watch)
+            saved_at = time.monotonic()
+        if stop and not last:
+            bar.close()
+            raise SystemExit(PREEMPTED_EXIT_CODE)
+    bar.close()
+    if job.rank == 0 and watch.steps:
+        say(_split(shares(watch.spent(engine.clock()))))
+    return watch
+
+
+def _board(job: Job) -> Board:
+    hardware = HardwareProfile.read(job.paths.hardware)
+    yardstick = Yardstick(job.paths, hardware, job.plan, job.precision, job.train.finetuning_type)
+    return Board(job.run, job.plan, yardstick)
+
+
+def _bar(job: Job, first: int) -> tqdm:
+    return tqdm(
         total=job.total_steps,
         initial=first,
         desc="train",
@@ -88,31 +137,6 @@ def train_loop(
         mininterval=0.5 if sys.stderr.isatty() else 2,
         dynamic_ncols=True,
     )
-    saved_at = time.monotonic()
-    for step in range(first, job.total_steps):
-        due = time.monotonic() - saved_at >= job.train.checkpoint_every_seconds and job.rank == 0
-        samples = job.order.samples(step)
-        begin = time.perf_counter()
-        with lively(bar):
-            result = _one_step(engine, job, lengths, watch, samples, (due, signals.received is not None))
-        check_finite(result.loss, result.grad_norm, step, job.precision)
-        tokens = int(lengths.tokens[samples].sum())
-        watch.count(tokens)
-        if job.rank == 0:
-            seconds = time.perf_counter() - begin
-            record = _record(step, samples, tokens, int(lengths.targets[samples].sum()), seconds, result)
-            log.append(record)
-            _show(bar, tracker, record, watch.tokens / watch.wall())
-        save, stop = result.flags
-        last = step + 1 == job.total_steps
-        if save or stop or last:
-            _save(engine, job, step + 1)
-            saved_at = time.monotonic()
-        if stop and not last:
-            bar.close()
-            raise SystemExit(PREEMPTED_EXIT_CODE)
-    bar.close()
-    return watch
 
 
 def _one_step(
@@ -133,36 +157,40 @@ def _one_step(
 
 
 def _record(
-    step: int, samples: NDArray[np.int64], tokens: int, targets: int, seconds: float, result: StepResult
+    step: int, samples: NDArray[np.int64], lengths: Lengths, seconds: float, result: StepResult
 ) -> StepRecord:
     return StepRecord(
         step=step + 1,
         loss=result.loss,
         grad_norm=result.grad_norm,
         learning_rate=result.learning_rate,
-        tokens=tokens,
-        target_tokens=targets,
+        tokens=int(lengths.tokens[samples].sum()),
+        target_tokens=int(lengths.targets[samples].sum()),
         seconds=seconds,
         samples=tuple(samples.tolist()),
     )
 
 
-def _show(bar: tqdm, tracker: Tracker | None, record: StepRecord, rate: float) -> None:
-    bar.set_postfix_str(f"loss {record.loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+def _show(bar: tqdm, tracker: Tracker | None, record: StepRecord, board: Board) -> None:
+    bar.set_postfix_str(board.text(record.loss), refresh=False)
     bar.update()
     if tracker:
-        tracker.log(
-            record.step,
-            {
-                "train_loss": record.loss,
-                "grad_norm": record.grad_norm,
-                "learning_rate": record.learning_rate,
-                "tokens_per_second": rate,
-            },
-        )
+        values = {
+            "train_loss": record.loss,
+            "grad_norm": record.grad_norm,
+            "learning_rate": record.learning_rate,
+        }
+        tracker.log(record.step, values | board.metrics())
 
 
-def _save(engine: Engine, job: Job, step: int) -> None:
+def _split(spent: Mapping[str, float]) -> str:
+    """What took over half a percent of the time, the most first."""
+    told = sorted((item for item in spent.items() if item[1] >= 0.005), key=lambda item: -item[1])
+    return "time of rank 0: " + ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in told)
+
+
+def _save(engine: Engine, job: Job, step: int, watch: Stopwatch) -> None:
+    begin = time.perf_counter()
     manifest = CheckpointManifest(
         run_key=job.run_key,
         step=step,
@@ -171,3 +199,4 @@ def _save(engine: Engine, job: Job, step: int) -> None:
         plan=job.plan,
     )
     save_checkpoint(engine, job.run, manifest, job.train.keep_checkpoints)
+    watch.checkpoint += time.perf_counter() - begin

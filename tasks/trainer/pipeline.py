@@ -98,6 +98,7 @@ class Pipeline:
         self._schedule: Any = None
         self._length = 0
         self._factor = 1.0
+        self.watch: Callable[[Sequence[PipelineStage]], None] | None = None  # told of stages that are built
 
     @property
     def is_last(self) -> bool:
@@ -145,6 +146,8 @@ class Pipeline:
                     group=self.group,
                 )
             )
+        if self.watch is not None:
+            self.watch(made)
         self._schedule, self._length = self._schedule_of(made), length
 
     def _schedule_of(self, stages: list[PipelineStage]) -> Any:

@@ -19,6 +19,7 @@ from tasks.contracts import Plan, Precision
 from tasks.params import TrainParams
 from tasks.trainer import training_state
 from tasks.trainer.clock import StepClock
+from tasks.trainer.comm_hooks import PowerSgd, communication_hook
 from tasks.trainer.engine import Batch, StepResult
 from tasks.trainer.loading import DTYPES
 from tasks.trainer.loss import learnt_positions
@@ -66,7 +67,10 @@ class TorchEngine:
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
             self.schedule.step()
         self.loss_scale = LossScale(enabled=precision == "float16")
-        self.step_clock = StepClock(self.modules[0], plan.device == "cuda")
+        self._hook = self._hook_of_ddp()
+        self.step_clock = StepClock(self.modules, plan.device == "cuda", self._hook)
+        if self.pipeline is not None:
+            self.pipeline.watch = self.step_clock.watch_stages
 
     def _groups(self, mesh: Any) -> None:
         """Who sums gradients with whom, beside what DDP and FSDP2 do themselves. Collective."""
@@ -81,6 +85,12 @@ class TorchEngine:
         self._slices = mesh.get_group("tp") if plan.tp > 1 else None
         self._ends = first_and_last_stage(plan) if plan.pp > 1 and plan.schedule != "zerobubble" else None
 
+    def _hook_of_ddp(self) -> tuple[Any, Any] | None:
+        module = self.modules[0]
+        if not isinstance(module, DistributedDataParallel):
+            return None
+        return communication_hook(self.train.communication_hook, module.process_group)
+
     # --- a step ---------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], target_tokens: int, flags: Sequence[bool]) -> StepResult:
@@ -88,8 +98,8 @@ class TorchEngine:
         self.step_clock.start()
         self.optimizer.zero_grad(set_to_none=True)
         summed = self._passes(batches, self.loss_scale.value * self._averaged / target_tokens)
-        self._complete_gradients()
         self.step_clock.reduced()
+        self._complete_gradients()
         norm = self._clip()
         finite = not self.loss_scale.enabled or bool(norm.isfinite())
         if finite:
@@ -148,9 +158,13 @@ class TorchEngine:
         """The sums over ranks and stages that no wrapper has made."""
         if self._slices is not None:
             sum_gradients([piece.weight for piece in self.pieces if piece.summed], self._slices)
+            self.step_clock.mark("communication")
         self._sum_tied()
+        if self._ends is not None:
+            self.step_clock.mark("pipeline_wait")  # stages end at different times, and these two meet here
         if self._replicas is not None:
             sum_gradients(self.trainable, self._replicas)
+            self.step_clock.mark("communication")
 
     def _sum_tied(self) -> None:
         """A table at both ends of a pipeline has the sum of both gradients at both."""
@@ -166,7 +180,9 @@ class TorchEngine:
         """Takes the loss's scale out of the gradients and clips them by their one norm over all parameters."""
         squares = squared_norm(self.pieces, self.device)
         if self._copy is not None:
+            self.step_clock.mark("optimizer")
             dist.all_reduce(squares, group=self._copy)
+            self.step_clock.mark("communication" if self.plan.pp == 1 else "pipeline_wait")
         norm = squares.sqrt() / self.loss_scale.value
         factor = (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.value
         gradients = [local(weight.grad) for weight in self.trainable if weight.grad is not None]
@@ -192,6 +208,8 @@ class TorchEngine:
         dcp.save(
             training_state.boxes(self.pieces, self.optimizer) | self._small_state(), checkpoint_id=folder
         )
+        if self._hook is not None and isinstance(self._hook[0], PowerSgd):
+            self._hook[0].save(folder, ((piece.name, piece.weight) for piece in self.pieces))
 
     def load(self, folder: Path) -> None:
         training_state.fill(self.optimizer)
@@ -202,6 +220,8 @@ class TorchEngine:
         for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = rate
         self.loss_scale.load_state_dict(state["scaler"])
+        if self._hook is not None and isinstance(self._hook[0], PowerSgd):
+            self._hook[0].load(folder, ((piece.name, piece.weight) for piece in self.pieces))
 
     def export(self, folder: Path, checkpoint: Path) -> None:
         """See `Engine.export`: adapter or whole weights as safetensors, full weights in the precision of the run."""

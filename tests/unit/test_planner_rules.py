@@ -118,7 +118,8 @@ def check_compiling(asked: Problem, candidate: Candidate) -> None:
     if asked.pins.compiled is not None or asked.steps is None:
         assert plan.compiled == bool(asked.pins.compiled)
         return
-    if plan.device == "cpu" or plan.engine == "deepspeed" or plan.schedule == "zerobubble":
+    hooked = plan.sharding == "fsdp2" and asked.work.method == "full" and asked.work.precision != "float32"
+    if plan.device == "cpu" or plan.engine == "deepspeed" or plan.schedule == "zerobubble" or hooked:
         assert not plan.compiled
         return
     other = asked.cost.estimate(plan.model_copy(update={"compiled": not plan.compiled}))

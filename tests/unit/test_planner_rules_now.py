@@ -91,7 +91,7 @@ def check_now(candidate: Candidate, asked: Problem, pins: dict[str, object]) -> 
     assert plan.device == machine.device
     if asked.spec.family not in ("llama", "mistral", "qwen2", "qwen3"):
         assert (plan.tp, plan.pp) == (1, 1)
-    assert all(width % plan.tp == 0 for width in (asked.spec.heads, asked.spec.kv_heads, asked.spec.vocab))
+    assert all(width % plan.tp == 0 for width in (asked.spec.heads, asked.spec.kv_heads, asked.spec.ffn))
     assert plan.sequence_parallel <= (plan.tp > 1)
     assert plan.pp * plan.virtual_stages <= asked.spec.layers and (plan.pp > 1) == (plan.schedule != "none")
     if plan.schedule == "zerobubble":
