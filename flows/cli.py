@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from flows.cli_certify import certify
 from flows.cli_plan import plan
 from tasks.errors import USER_ERROR_EXIT_CODE, UserError
 from tasks.params import Params, read_params
@@ -107,31 +108,7 @@ def probe(
 
 
 app.command()(plan)
-
-
-@app.command()
-def certify(
-    plans: Annotated[str | None, typer.Option(help="Such as single,ddp2,fsdp2,dp2fsdp2.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps under each plan.")] = 4,
-    precision: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Default: float32, the one that is judged."),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Trains some steps under several plans and shows that they learn the same (code 1 if not)."""
-    _here()
-    from tasks.commands import certify as command
-
-    proofs = command.run(plans.split(",") if plans else None, steps, precision)
-    if json:
-        from json import dumps
-
-        print(dumps(command.document(proofs), indent=2))
-    else:
-        print(command.table(proofs))
-    if not all(proof.same for proof in proofs):
-        raise SystemExit(1)
+app.command()(certify)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tasks.certificate import certificate_file, find_certificate, tag_version
 from tasks.commands.plan_picture import draw
 from tasks.contracts import (
     DataManifest,
@@ -102,6 +103,8 @@ def _register(params: Params, paths: Paths, report: EvalReport, state: GitState,
     }
     for key, value in tags.items():
         client.set_model_version_tag(name, version, key, value)
+    certificate = find_certificate(paths, report.run_key)
+    tag_version(client, name, version, certificate)
     text = description(
         params,
         report,
@@ -110,6 +113,7 @@ def _register(params: Params, paths: Paths, report: EvalReport, state: GitState,
         _measured(paths, report.run_key),
         find_champion(client, name),
         state.described,
+        certificate,
     )
     client.update_model_version(name, version, description=text)
     client.set_registered_model_alias(name, ALIAS, version)
@@ -161,6 +165,8 @@ def _log_reports(params: Params, paths: Paths, report: EvalReport, state: GitSta
     files = [paths.params, paths.root / "dvc.yaml", paths.root / "dvc.lock", paths.manifest, paths.plan]
     files += [paths.hardware, paths.eval_report, paths.train_report, paths.train_performance, paths.samples]
     files.append(paths.run(report.run_key) / "resolved.json")
+    if find_certificate(paths, report.run_key):
+        files.append(certificate_file(paths))
     for file in files:
         if file.is_file():
             mlflow.log_artifact(str(file))

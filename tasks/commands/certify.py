@@ -2,230 +2,247 @@
 
 from __future__ import annotations
 
-import math
-import re
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
-from ruamel.yaml import YAML
-from safetensors.torch import load_file
 
-from tasks.contracts import DataManifest, HardwareProfile, Plan, Precision, Resolved
+from tasks.certificate import Certificate, Facts, PlanProof, Tolerance, certificate_file, hand_to_registered
+from tasks.commands.certify_compare import TOLERANCES, compare, facts_of, reference_proof
+from tasks.commands.certify_names import NotRun, Wanted, parse_name, plan_for
+from tasks.commands.certify_runs import Run, Subject, bench, forget, initial_weights, train_under
+from tasks.commands.certify_tiny import FAMILIES, Family, tiny_subjects
+from tasks.contracts import BaseModelRef, DataManifest, FinetuningType, HardwareProfile, Plan, Precision
+from tasks.data.prepared import Split
 from tasks.errors import UserError
 from tasks.params import Params, read_params
 from tasks.paths import Paths
-from tasks.select_strategy import resolve
-from tasks.stage import heartbeat, say
-from tasks.train import launch
-from tasks.trainer.run_state import StepLog, StepRecord
-from tasks.trainer.worker import WorkerOrder
+from tasks.planner.capabilities import TRAINABLE_NOW
+from tasks.planner.model_spec import model_spec
+from tasks.planner.problem import Problem
+from tasks.probe_hardware import ROOT, read_machine
+from tasks.run_key import run_key
+from tasks.select_strategy import as_problem, read_config
+from tasks.stage import say
+from tasks.trainer.loop import Lengths
 
-# What "the same" means in float32, docs/design.md. Other precisions are shown, not judged.
-LOSS_TOLERANCE = 1e-5
-WEIGHT_TOLERANCE = 1e-3
-MOST_MICRO_BATCH = 4
-# What a run writes, and so must not be the workspace's own.
-WRITTEN = {"params.yaml", "runs", "reports", "checkpoints", "mlflow.db", "mlartifacts", ".git", ".dvc"}
-NAME = re.compile(r"single|ddp(?P<ddp>\d+)|(?:dp(?P<replicas>\d+))?fsdp(?P<shards>\d+)")
+REFERENCE = "single"
+USUAL = ("ddp2", "fsdp2", "tp2", "pp2")
+ON_FOUR_GPUS = ("tp2pp2", "dp2tp2", "dp2pp2")
 
 
 @dataclass(frozen=True)
-class Proof:
-    """How far a plan's run is from the first plan's: largest relative differences over all steps.
+class Request:
+    """What was asked for. No names: the usual ones, which may be not run without that being a failure.
 
-    `weights` is the largest, over tensors, of the difference over the distance moved; `unmoved` tensors have an exact
-    gradient of zero and are left out of it.
+    `tiny`, `family` and `method` are about the built-in recipe. Device cpu trains on the CPU although there are GPUs.
     """
 
-    plan: str
-    steps: int
-    loss: float
-    grad_norm: float
-    weights: float
-    worst_tensor: str
-    unmoved: tuple[str, ...]
-    same: bool
+    names: tuple[str, ...] = ()
+    steps: int = 5
+    precision: Precision = "float32"
+    tiny: bool = False
+    family: Family | None = None
+    method: FinetuningType | None = None
+    device: Literal["auto", "cpu"] = "auto"
 
 
 @dataclass(frozen=True)
-class Run:
-    records: list[StepRecord]
-    weights: dict[str, torch.Tensor]
+class Case:
+    """One recipe on one machine."""
+
+    subject: Subject
+    hardware: HardwareProfile
+    problem: Problem
+    precision: Precision
+    steps: int
+
+
+def run(request: Request) -> Certificate:
+    """Certifies the workspace of the current folder, or the built-in recipe where it has no rows or none was asked for.
+
+    Raises:
+        UserError: a name is no plan, or the workspace's files are not what they should be.
+    """
+    wanted = [parse_name(name) for name in dict.fromkeys(request.names)]
+    own = None if request.tiny else _workspace(request.device)
+    if own is None and not request.tiny:
+        say(
+            "certify: no rows are prepared here, so the built-in tiny recipe is trained (`elastane run` prepares yours)"
+        )
+    if own is not None:
+        if request.family or request.method:
+            raise UserError(
+                "--family and --method choose the built-in recipe, and this is yours; add --tiny, or leave them"
+            )
+        return _keep(certify([own[0]], wanted, own[1], request), own[0])
+    families = (request.family,) if request.family else FAMILIES
+    with tempfile.TemporaryDirectory(prefix="elastane-certify-") as folder:
+        hardware = read_machine(request.device, os.environ, ROOT)
+        subjects = tiny_subjects(Path(folder), families, request.method or "full")
+        return certify(subjects, wanted, hardware, request)
+
+
+def _workspace(device: Literal["auto", "cpu"]) -> tuple[Subject, HardwareProfile] | None:
+    """The current folder's recipe and machine; None where nothing is prepared."""
+    root = Path.cwd()
+    paths = Paths(root)
+    if not (paths.params.is_file() and paths.manifest.is_file()):
+        return None
+    params = read_params(paths.params)
+    manifest = DataManifest.read(paths.manifest)
+    key = run_key(params, manifest, BaseModelRef.read(paths.base_ref))
+    method = "LoRA" if params.train.finetuning_type == "lora" else "full tuning"
+    what = (
+        f"{method} of {params.model.name_or_path} on {manifest.source} ({manifest.train.rows} rows), "
+        f"global batch {params.global_batch}"
+    )
+    wish = "cpu" if device == "cpu" else params.probe_hardware.device
+    return Subject("recipe", what, params, paths, key), read_machine(wish, os.environ, ROOT)
 
 
 def certify(
-    params: Params, paths: Paths, names: Sequence[str], steps: int, precision: Precision | None
-) -> list[Proof]:
-    """Trains `steps` steps of the recipe on the prepared rows under each plan; the first is what others must equal.
-
-    Raises:
-        UserError: nothing is prepared, or a plan's name or degree is wrong here.
-    """
-    manifest = DataManifest.read(paths.manifest)
-    hardware = HardwareProfile.read(paths.hardware)
-    plans = [plan_named(name, params.global_batch, hardware) for name in names]
-    chosen: Precision = precision or "float32"
-    # Half a step more: a budget is never exceeded, and rows differ in length.
-    budget = math.ceil((steps + 0.5) * params.global_batch * manifest.train.tokens / manifest.train.rows)
-    resolved = resolve(params.train, hardware).model_copy(
-        update={"precision": chosen, "token_budget": budget}
-    )
-    runs = [_train(params, paths, plan, resolved, hardware) for plan in plans]
-    before = initial_weights(params, paths, chosen)
-    return [
-        compare(plan.name, runs[0], run, before, chosen == "float32")
-        for plan, run in zip(plans, runs, strict=True)
-    ]
-
-
-def plan_named(name: str, batch: int, hardware: HardwareProfile) -> Plan:
-    """single, ddp2, fsdp4 or dp2fsdp2 as a Plan for this machine.
-
-    Raises:
-        UserError: another name, a degree that does not divide the global batch, or more ranks than GPUs.
-    """
-    found = NAME.fullmatch(name)
-    if found is None:
-        raise UserError(
-            f"--plans names {name!r}, which is no plan that can be trained; use single, ddp2, fsdp2 or dp2fsdp2"
-        )
-    replicas = int(found["ddp"] or found["replicas"] or 1)
-    shards = int(found["shards"] or 1)
-    ranks = replicas * shards
-    if ranks < 1 or batch % ranks:
-        raise UserError(f"--plans: {name} has {ranks} ranks, which do not divide train.global_batch={batch}")
-    if hardware.device == "cuda" and ranks > len(hardware.gpus):
-        raise UserError(f"--plans: {name} needs {ranks} GPUs, and {len(hardware.gpus)} are visible")
-    share = batch // ranks
-    micro = max(size for size in range(1, MOST_MICRO_BATCH + 1) if share % size == 0)
-    return Plan(
-        engine="torch",
-        device=hardware.device,
-        backend="nccl" if hardware.device == "cuda" else "gloo",
-        dp_replicate=replicas,
-        dp_shard=shards,
-        tp=1,
-        pp=1,
-        schedule="none",
-        micro_batch=micro,
-        accumulation=share // micro,
-        activation_checkpointing="none",
-        offload="none",
-        sharding="fsdp2" if found["shards"] else "none",
+    subjects: Sequence[Subject], wanted: Sequence[Wanted], hardware: HardwareProfile, request: Request
+) -> Certificate:
+    """Trains every subject under every plan; `single` is what others must equal, or the first that could be run."""
+    asked = {each.name for each in wanted}
+    listed = [Wanted(REFERENCE), *(each for each in wanted or _usual(hardware) if each.name != REFERENCE)]
+    results = [prove(_case(subject, hardware, request), listed) for subject in subjects]
+    proofs = [merged(parts) for parts in zip(*results, strict=True)]
+    reference = next((proof.plan for proof in proofs if proof.status == "reference"), None)
+    facts = [proof.facts for proof in proofs if proof.facts]
+    tolerance, rounding = judged_by(subjects[0].params, request.precision)
+    gpus = f"{len(hardware.gpus)} x {hardware.gpus[0].name}" if hardware.gpus else "the CPU"
+    return Certificate(
+        same=verdict(proofs, asked),
+        reference=reference,
+        tolerance=tolerance,
+        rounding=rounding,
+        precision=request.precision,
+        steps=request.steps,
+        trained="; ".join(subject.what for subject in subjects),
+        device=gpus,
+        torch=torch.__version__,
+        run_key=subjects[0].run_key,
+        facts=any_of(facts) if facts else None,
+        plans=tuple(proofs),
     )
 
 
-def _train(params: Params, paths: Paths, plan: Plan, resolved: Resolved, hardware: HardwareProfile) -> Run:
-    """The real workers on the real rows, in a folder that is thrown away."""
-    with tempfile.TemporaryDirectory(prefix="elastane-certify-") as name:
-        root = Path(name)
-        for entry in paths.root.iterdir():  # models and rows may lie anywhere in the workspace
-            if entry.name not in WRITTEN:
-                (root / entry.name).symlink_to(entry)
-        raw = params.model_dump(by_alias=True, mode="json")
-        raw["register"]["tracking_uri"] = f"sqlite:///{root / 'mlflow.db'}"
-        raw["train"]["checkpoint_every_seconds"] = 1e9
-        with (root / "params.yaml").open("w", encoding="utf-8") as file:
-            YAML(typ="safe").dump(raw, file)
-        here = Paths(root)
-        read_params(here.params)
-        run = here.run("certify")
-        run.mkdir(parents=True)
-        WorkerOrder(run_key="certify", plan=plan, resolved=resolved, starts=1).write(run / "order.json")
-        hardware.write(here.hardware)
-        with heartbeat(f"certify: {plan.name}"):
-            code = launch(plan, hardware, run, here)
-        if (run / "user_error").is_file():
-            raise UserError((run / "user_error").read_text(encoding="utf-8"))
-        if code:
-            raise RuntimeError(
-                f"the workers of plan {plan.name} ended with code {code}; their output is above"
-            )
-        weights: dict[str, torch.Tensor] = {}
-        for file_ in sorted((run / "finished" / "final").rglob("*.safetensors")):
-            weights |= load_file(file_)
-        return Run(StepLog(run).read(), weights)
+def _usual(hardware: HardwareProfile) -> list[Wanted]:
+    names = USUAL + (ON_FOUR_GPUS if len(hardware.gpus) >= 4 else ())
+    return [parse_name(name) for name in names]
 
 
-def initial_weights(params: Params, paths: Paths, precision: Precision) -> dict[str, torch.Tensor]:
-    """What every run began with, by the names of the export."""
-    from peft import get_peft_model_state_dict
-
-    from tasks.trainer.loading import DTYPES, load_base
-    from tasks.trainer.parallelize import attach_adapters
-
-    full = params.train.finetuning_type == "full"
-    base = load_base(paths, DTYPES["float32" if full else precision])
-    model = attach_adapters(base, params.train, params.seed)
-    state: dict[str, torch.Tensor] = model.state_dict() if full else get_peft_model_state_dict(model)
-    return {name: value.detach().float() for name, value in state.items()}
+def _case(subject: Subject, hardware: HardwareProfile, request: Request) -> Case:
+    planned: Precision = "float32" if request.precision == "float64" else request.precision
+    spec = model_spec(read_config(subject.paths.base / "config.json"))
+    manifest = DataManifest.read(subject.paths.manifest)
+    problem = as_problem(subject.params, manifest, hardware, spec, planned, TRAINABLE_NOW)
+    return Case(subject, hardware, problem, request.precision, request.steps)
 
 
-def compare(name: str, reference: Run, run: Run, before: Mapping[str, torch.Tensor], judged: bool) -> Proof:
-    """The largest differences of a run from the reference."""
-    if len(reference.records) != len(run.records):
-        raise RuntimeError(f"{name} took {len(run.records)} steps, the first plan {len(reference.records)}")
-    pairs = list(zip(reference.records, run.records, strict=True))
-    loss = max(_relative(a.loss, b.loss) for a, b in pairs)
-    norm = max(_relative(a.grad_norm, b.grad_norm) for a, b in pairs)
-    if any(a.samples != b.samples for a, b in pairs):
-        raise RuntimeError(f"{name} trained on other samples than the first plan")
-    worst, tensor, unmoved = 0.0, "", []
-    for key, value in reference.weights.items():
-        moved = float((value.float() - before[key]).norm())
-        apart = float((run.weights[key].float() - value.float()).norm())
-        if moved == 0.0:
-            unmoved.append(key)
-        elif apart / moved > worst:
-            worst, tensor = apart / moved, key
-    same = not judged or (loss <= LOSS_TOLERANCE and norm <= LOSS_TOLERANCE and worst <= WEIGHT_TOLERANCE)
-    return Proof(name, len(pairs), loss, norm, worst, tensor, tuple(unmoved), same)
+def prove(case: Case, wanted: Sequence[Wanted]) -> list[PlanProof]:
+    """A proof a plan, in their order."""
+    subject, precision = case.subject, case.precision
+    lengths = Lengths(Split.open(subject.paths.prepared, "train"))
+    before = initial_weights(subject.params, subject.paths, precision)
+    tolerance, _ = judged_by(subject.params, precision)
+    say(f"certify: {case.steps} steps of {subject.what}")
+    reference: Run | None = None
+    proofs = []
+    with bench(subject, case.steps) as here:
+        for each in wanted:
+            ran = _train(case, each, here)
+            if isinstance(ran, NotRun):
+                say(f"certify: {each.name} was not run: {ran.reason}")
+                proof = PlanProof(plan=each.name, status="not_run", reason=ran.reason, started=ran.started)
+            elif reference is None:
+                reference = ran
+                proof = reference_proof(each.name, ran, before, facts_of(ran, subject.params, lengths))
+            else:
+                facts = facts_of(ran, subject.params, lengths)
+                proof = compare(each.name, reference, ran, before, tolerance, facts)
+                forget(here, each.name)
+            proofs.append(proof.model_copy(update={"model": subject.model}))
+    return proofs
 
 
-def _relative(a: float, b: float) -> float:
-    return abs(a - b) / max(abs(a), 1e-30)
+def _train(case: Case, wanted: Wanted, here: Paths) -> Run | NotRun:
+    plan = plan_for(wanted, case.problem, case.precision)
+    if not isinstance(plan, Plan):
+        return plan
+    return train_under(here, wanted.name, plan, case.precision, case.hardware)
 
 
-def default_plans(params: Params, hardware: HardwareProfile) -> list[str]:
-    """single, and each kind of plan on two ranks where there are two."""
-    possible = hardware.device == "cpu" or len(hardware.gpus) >= 2
-    return ["single", "ddp2", "fsdp2"] if possible and params.global_batch % 2 == 0 else ["single"]
+def judged_by(params: Params, precision: Precision) -> tuple[Tolerance | None, str | None]:
+    """What is allowed, or None and what rounds too coarsely to be judged."""
+    hook = params.train.communication_hook
+    if hook != "none":
+        return None, f"train.communication_hook={hook}"
+    allowed = TOLERANCES.get(precision)
+    return allowed, None if allowed else precision
 
 
-def table(proofs: Sequence[Proof]) -> str:
-    lines = [f"{'plan':10} {'steps':>5} {'loss':>9} {'grad norm':>9} {'weights':>9}  same"]
-    lines += [
-        f"{each.plan:10} {each.steps:5} {each.loss:9.1e} {each.grad_norm:9.1e} {each.weights:9.1e}  "
-        f"{'yes' if each.same else 'NO'}"
-        for each in proofs
-    ]
-    lines.append(
-        f"Largest relative differences from {proofs[0].plan}; allowed in float32: {LOSS_TOLERANCE:g} for loss and "
-        f"gradient norm, {WEIGHT_TOLERANCE:g} of the distance moved for weights."
+def merged(parts: Sequence[PlanProof]) -> PlanProof:
+    """The worst of a plan over several models; one that one model could not be trained under was not run."""
+    if len(parts) == 1:
+        return parts[0]
+    worst = next(
+        status
+        for status in ("differs", "not_run", "not_judged", "same", "reference")
+        if any(part.status == status for part in parts)
     )
-    if proofs[0].unmoved:
-        lines.append(f"Not moved by any step, so not compared: {', '.join(proofs[0].unmoved)}")
-    return "\n".join(lines)
+    together: dict[str, object] = {
+        "model": None,
+        "reason": "; ".join(f"{part.model}: {part.reason}" for part in parts if part.reason) or None,
+        "parts": tuple(parts),
+    }
+    if worst == "not_run":
+        refused = [part for part in parts if part.status == worst]
+        return max(refused, key=lambda part: part.started).model_copy(update=together)
+    ran = [part for part in parts if part.status != "not_run"]
+    numbers = ("loss", "grad_norm", "learning_rate", "weights")
+    together |= {key: max(getattr(part, key) for part in ran) for key in numbers}
+    return max(ran, key=lambda part: part.weights or 0.0).model_copy(
+        update={
+            **together,
+            "status": worst,
+            "unmoved": tuple(f"{part.model}: {name}" for part in ran for name in part.unmoved),
+            "sample_ids_equal": all(part.sample_ids_equal for part in ran),
+            "facts": any_of([part.facts for part in ran if part.facts]),
+        }
+    )
 
 
-def document(proofs: Sequence[Proof]) -> dict[str, Any]:
-    return {"same": all(each.same for each in proofs), "plans": [asdict(each) for each in proofs]}
+def any_of(facts: Sequence[Facts]) -> Facts:
+    return Facts(**{key: any(getattr(each, key) for each in facts) for key in Facts.model_fields})
 
 
-def run(names: Sequence[str] | None, steps: int, precision: Precision | None) -> list[Proof]:
-    """Certifies the workspace of the current folder.
+def verdict(proofs: Sequence[PlanProof], asked: set[str]) -> bool | None:
+    """True if plans were compared and all agree; None if they were not to be judged.
 
-    Raises:
-        UserError: see certify.
+    A plan that was asked for by name and not run, or that failed in its workers, is no agreement; one device alone may
+    be too small for the model, which says nothing about the others.
     """
-    paths = Paths.here()
-    params = read_params(paths.params)
-    hardware = HardwareProfile.read(paths.hardware)
-    wanted = list(names) if names else default_plans(params, hardware)
-    if len(wanted) < 2:
-        say("certify: there is one GPU here, so there is nothing to compare; name plans with --plans")
-    return certify(params, paths, wanted, steps, precision)
+    statuses = {proof.status for proof in proofs}
+    broken = any(
+        proof.plan in asked or (proof.started and proof.plan != REFERENCE)
+        for proof in proofs
+        if proof.status == "not_run"
+    )
+    if "differs" in statuses or broken or not statuses & {"same", "not_judged"}:
+        return False
+    return None if "not_judged" in statuses else True
+
+
+def _keep(certificate: Certificate, subject: Subject) -> Certificate:
+    """Writes what was judged, for the version that is registered from this recipe, now or later."""
+    if certificate.tolerance is not None:
+        certificate.write(certificate_file(subject.paths))
+        hand_to_registered(subject.params, subject.paths, certificate)
+    return certificate
