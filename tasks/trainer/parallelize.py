@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -200,6 +200,10 @@ def shard(
         if next(last.parameters(), None) is not None:
             fully_shard(last, mesh=mesh, reshard_after_forward=not piped, mp_policy=of_matrices)
     fully_shard(module, mesh=mesh)
+    for sharded in module.modules():
+        if isinstance(sharded, FSDPModule):  # sums: a mean over 3 ranks is a third in float32, whatever the type
+            sharded.set_force_sum_reduction_for_comms(True)
+            sharded.set_gradient_divide_factor(1.0)
 
 
 def _with_own_weights_but_linear(layer: torch.nn.Module) -> list[torch.nn.Module]:

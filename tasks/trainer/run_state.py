@@ -6,13 +6,20 @@ import csv
 import json
 from pathlib import Path
 
+from pydantic import ConfigDict
+
 from tasks.contracts import Contract, Resolved, write_text
 
 CURVE_COLUMNS = ("step", "loss", "grad_norm", "learning_rate")
 
 
 class StepRecord(Contract):
-    """One optimizer step as logged. `seconds` is its wall time on rank 0, waiting for data included."""
+    """One optimizer step as logged. `seconds` is its wall time on rank 0, waiting for data included.
+
+    A float16 step that overflowed has an infinite gradient norm, which JSON has no number for.
+    """
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
 
     step: int
     loss: float

@@ -76,12 +76,12 @@ class TorchEngine:
         """Who sums gradients with whom, beside what DDP and FSDP2 do themselves. Collective."""
         plan = self.plan
         self._copy = group_over(plan, "dp_shard", "tp", "pp")  # the ranks of one copy of the model
-        alone = plan.tp == 1 and plan.pp == 1
-        # DDP and FSDP2 average over data ranks; copies of models that are cut otherwise are summed below.
-        self._averaged = plan.data_parallel if alone or plan.sharding == "fsdp2" else 1
-        self._replicas = (
-            mesh.get_group("dp_replicate") if self._averaged == 1 and plan.dp_replicate > 1 else None
-        )
+        # DDP averages over data ranks, FSDP2 is told to sum, and copies of models that are cut otherwise are summed
+        # below.
+        whole = plan.tp == 1 and plan.pp == 1 and plan.sharding == "none"
+        self._averaged = plan.data_parallel if whole else 1
+        cut = not whole and plan.sharding == "none"
+        self._replicas = mesh.get_group("dp_replicate") if cut and plan.dp_replicate > 1 else None
         self._slices = mesh.get_group("tp") if plan.tp > 1 else None
         self._ends = first_and_last_stage(plan) if plan.pp > 1 and plan.schedule != "zerobubble" else None
 
@@ -229,6 +229,7 @@ class TorchEngine:
             return
         full = self.train.finetuning_type == "full"
         weights = training_state.read_weights(checkpoint, DTYPES[self.precision] if full else None)
+        training_state.check_whole(self.outline, weights)
         self.outline.save_pretrained(folder, state_dict=weights)
         (folder / "README.md").unlink(missing_ok=True)
 

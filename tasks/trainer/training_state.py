@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, torch
     size = 0
 
     def take() -> None:
-        dcp.load({"model": group}, checkpoint_id=checkpoint, no_dist=True)
+        with warnings.catch_warnings():  # it says that one process reads, which is what is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({"model": group}, checkpoint_id=checkpoint, no_dist=True)
         weights.update({name: value.to(dtype or value.dtype) for name, value in group.items()})
         group.clear()
 
@@ -94,3 +97,20 @@ def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, torch
             size = 0
     take()
     return weights
+
+
+def check_whole(outline: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Every trained parameter of the whole model is there in its whole shape, and nothing else.
+
+    Raises:
+        RuntimeError: it is not; half an adapter is worse than none.
+    """
+    expected = {name: value.shape for name, value in outline.named_parameters() if value.requires_grad}
+    found = {name: value.shape for name, value in weights.items()}
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        first = wrong[0]
+        raise RuntimeError(
+            f"the checkpoint does not hold what was trained: {first} should have shape {expected.get(first)} and has "
+            f"{found.get(first)} ({len(wrong)} such parameters); nothing was exported"
+        )
