@@ -1,6 +1,7 @@
-"""Predictions beside measurements of this project's own trainer random weights of true shapes.
+"""Predictions beside measurements of this project's own trainer: random weights of true shapes.
 
-Usage: python -m benchmarks.planner_gpu [--out FOLDER] [--limit SECONDS] [--unseen]
+Usage: python -m benchmarks.planner_gpu [--out FOLDER] [--limit SECONDS] [--unseen] [--compiled]
+   or: python -m benchmarks.planner_gpu --again FILE: adds today's predictions (predicted_now) to an earlier result
    or: torchrun --nproc-per-node=N -m benchmarks.planner_gpu: the same as DDP (--sharded: FSDP2) over N GPUs
 Every prediction is made, and written, before its plan is run.
 """
@@ -11,10 +12,11 @@ import argparse
 import gc
 import json
 import os
+import re
 import statistics
-import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "tie_word_embeddings": False,
     },
-}
-SHAPES |= {
     "qwen-1.5b": {
         "model_type": "qwen2",
         "hidden_size": 1536,
@@ -132,21 +132,39 @@ UNSEEN = (
     ("qwen-0.5b", "full", "bfloat16", 2048, 8, 1, "none"),
     ("qwen-0.5b", "full", "float16", 512, 4, 4, "none"),
 )
+NOT_RUN = {"failed": "not run: out of time"}
 
 
-RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-SHARDED = "--sharded" in sys.argv
-KIND = "fsdp" if SHARDED else "ddp"
+@dataclass(frozen=True)
+class Layout:
+    """What all variants of one result share: GPUs, FSDP2 instead of DDP over them, compiled layers."""
+
+    ranks: int = 1
+    sharded: bool = False
+    compiled: bool = False
+
+    @property
+    def suffix(self) -> str:
+        kind = "fsdp" if self.sharded else "ddp"
+        return ("-compiled" if self.compiled else "") + (f"-{kind}{self.ranks}" if self.ranks > 1 else "")
 
 
-def plan_of(micro: int, accumulation: int, level: str) -> Plan:
+def layout_of(name: str) -> Layout:
+    """The layout that `Layout.suffix` gave a result's name."""
+    found = re.search(r"-(ddp|fsdp)(\d+)$", name)
+    ranks = int(found[2]) if found else 1
+    return Layout(ranks, bool(found and found[1] == "fsdp"), "-compiled" in name)
+
+
+def plan_of(micro: int, accumulation: int, level: str, layout: Layout = Layout()) -> Plan:
+    ranks, sharded = layout.ranks, layout.sharded
     return Plan(
         engine="torch",
         device="cuda",
         backend="nccl",
-        dp_replicate=1 if SHARDED else RANKS,
-        dp_shard=RANKS if SHARDED else 1,
-        sharding="fsdp2" if SHARDED else "none",
+        dp_replicate=1 if sharded else ranks,
+        dp_shard=ranks if sharded else 1,
+        sharding="fsdp2" if sharded else "none",
         tp=1,
         pp=1,
         schedule="none",
@@ -154,16 +172,17 @@ def plan_of(micro: int, accumulation: int, level: str) -> Plan:
         accumulation=accumulation,
         activation_checkpointing=level,  # type: ignore[arg-type]
         offload="none",
+        compiled=layout.compiled,
     )
 
 
-def predict(variant: tuple[Any, ...], hardware: HardwareProfile) -> dict[str, Any]:
+def predict(variant: tuple[Any, ...], hardware: HardwareProfile, layout: Layout) -> dict[str, Any]:
     """What the planner says of the variant: seconds and bytes by term."""
     shape, method, precision, length, micro, accumulation, level = variant
     spec = model_spec({"model_type": "llama", "max_position_embeddings": 8192, **SHAPES[shape]})
     work = Workload(method=method, precision=precision, sequence=length, mean_row=length)
     cost = CostModel(spec, work, machine(hardware, precision), 0.1, 1)
-    estimate = cost.estimate(plan_of(micro, accumulation, level))
+    estimate = cost.estimate(plan_of(micro, accumulation, level, layout))
     return {
         "seconds": estimate.total_seconds,
         "seconds_by_term": estimate.seconds,
@@ -173,13 +192,15 @@ def predict(variant: tuple[Any, ...], hardware: HardwareProfile) -> dict[str, An
     }
 
 
-def request_of(variant: tuple[Any, ...], folder: Path, train: TrainParams, steps: int) -> TrialRequest:
+def request_of(
+    variant: tuple[Any, ...], folder: Path, train: TrainParams, steps: int, layout: Layout
+) -> TrialRequest:
     shape, method, precision, length, micro, accumulation, level = variant
     config = folder / f"{shape}.json"
     config.write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 8192, **SHAPES[shape]}))
     return TrialRequest(
         config=str(config),
-        plan=plan_of(micro, accumulation, level),
+        plan=plan_of(micro, accumulation, level, layout),
         train=train.model_copy(update={"finetuning_type": method}),
         precision=precision,
         sequence=length,
@@ -204,9 +225,11 @@ def errors(rows: list[dict[str, Any]], which: str = "predicted") -> dict[str, fl
 
 def predict_again(path: Path) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
-    hardware = named_hardware("1xH200")
+    layout = layout_of(path.stem)
+    hardware = named_hardware(f"{layout.ranks}xH200")
     for row in content["rows"]:
-        row["predicted_now"] = predict(tuple(row["variant"]), hardware)
+        row.setdefault("measured", NOT_RUN)
+        row["predicted_now"] = predict(tuple(row["variant"]), hardware, layout)
     content |= errors(content["rows"]) | errors(content["rows"], "predicted_now")
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -218,6 +241,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--limit", type=float, default=480, help="no new variant after so many seconds")
     parser.add_argument("--sharded", action="store_true", help="over several GPUs FSDP2 instead of DDP")
+    parser.add_argument("--compiled", action="store_true", help="with decoder layers compiled")
     parser.add_argument("--unseen", action="store_true", help="the variants that no constant was set by")
     parser.add_argument(
         "--again", type=Path, help="adds today's predictions to this earlier result; runs nothing"
@@ -234,35 +258,42 @@ def main() -> None:
     hardware = read_machine("cuda", {}, Path("/"))
     train = read_params(Path(__file__).parents[1] / "params.yaml").train
     variants = UNSEEN if options.unseen else VARIANTS
-    name = "planner-gpu" + ("-unseen" if options.unseen else "") + (f"-{KIND}{RANKS}" if RANKS > 1 else "")
-    rows = [{"variant": list(variant), "predicted": predict(variant, hardware)} for variant in variants]
+    layout = Layout(int(os.environ.get("WORLD_SIZE", "1")), options.sharded, options.compiled)
+    name = "planner-gpu" + ("-unseen" if options.unseen else "") + layout.suffix
+    rows = [
+        {"variant": list(variant), "predicted": predict(variant, hardware, layout)} for variant in variants
+    ]
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch.backends.cuda.matmul.allow_tf32 = False
-    if RANKS > 1:
+    if layout.ranks > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
     if os.environ.get("RANK", "0") != "0":
         options.out = Path(tempfile.mkdtemp())  # every rank trains, the first reports
     write(name, {"rows": rows, "measured": False}, options.out)
-    measure(rows, train, options, name)
-    if RANKS > 1:
+    measure(rows, train, options, name, layout)
+    if layout.ranks > 1:
         torch.distributed.destroy_process_group()
 
 
-def measure(rows: list[dict[str, Any]], train: TrainParams, options: argparse.Namespace, name: str) -> None:
+def measure(
+    rows: list[dict[str, Any]], train: TrainParams, options: argparse.Namespace, name: str, layout: Layout
+) -> None:
     import torch
 
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for row in rows:
             if time.monotonic() - begin > options.limit:
-                row["measured"] = {"failed": "not run: out of time"}
+                row["measured"] = NOT_RUN
                 continue
-            request = request_of(tuple(row["variant"]), Path(folder), train, options.steps)
+            request = request_of(tuple(row["variant"]), Path(folder), train, options.steps, layout)
             row["measured"] = run_trial(request).model_dump(exclude={"plan"})
             print(row["variant"], row["predicted"]["seconds"], row["measured"], flush=True)
             gc.collect()
+            torch._dynamo.reset()
             torch.cuda.empty_cache()
             write(name, {"rows": rows, "measured": True, **errors(rows)}, options.out)
+    write(name, {"rows": rows, "measured": True, **errors(rows)}, options.out)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from benchmarks.planner_accuracy.measured import Row
 from tasks.planner.memory import GIB
-from tasks.planner.workload import ELASTANE, SavedBytes, Software
+from tasks.planner.workload import SavedBytes, Software
 
 # Fused kernels (Megatron's softmax, bias-GELU; flash attention with fused norms) keep the published 34 s b h of a
 # GPT layer, or about 20h + 8f of a gated one (arXiv:2205.05198 equation 1).
@@ -78,12 +78,12 @@ TORCHTITAN = Software(
     gradient_traffic=4,
 )
 FOUNDRY = replace(TORCHTITAN, name="llm-foundry", elementwise=(50, 12))
+# Decoders of transformers with PEFT's adapters, without what this project's own trainer does otherwise.
+TRANSFORMERS = Software(name="transformers", native=True)
 # The HF Trainer tunes a bf16 model in bf16, adapters and AdamW moments too; full tuning goes through DeepSpeed with
 # float32 master weights, moments and, on one GPU, gradient sums.
 HF_TRAINER = replace(
-    ELASTANE,
-    gather_launch=1.0e-3,
-    whole_tables=False,
+    TRANSFORMERS,
     name="hf-trainer",
     weight=2,
     cast=0,
@@ -106,9 +106,7 @@ def deepspeed(trainer: Software, summed: bool) -> Software:
 # Rows of all lengths leave holes between logits of all sizes, so that two to three of them stay reserved.
 MS_SWIFT = replace(HF_TRAINER, name="ms-swift", logits=30, context=1.4 * GIB, launch=0.84e-3, reserved=1.0)
 LITGPT = replace(
-    ELASTANE,
-    gather_launch=1.0e-3,
-    whole_tables=False,
+    TRANSFORMERS,
     name="litgpt",
     weight=2,
     cast=0,
@@ -122,9 +120,7 @@ LITGPT = replace(
     adapter_launch=0.1e-3,
 )
 FSDP_QLORA = replace(
-    ELASTANE,
-    gather_launch=1.0e-3,
-    whole_tables=False,
+    TRANSFORMERS,
     name="fsdp-qlora",
     weight=2,
     cast=0,
@@ -136,9 +132,7 @@ FSDP_QLORA = replace(
     adapter_launch=0.1e-3,
 )
 TORCHTUNE = replace(
-    ELASTANE,
-    gather_launch=1.0e-3,
-    whole_tables=False,
+    TRANSFORMERS,
     name="torchtune",
     weight=2,
     cast=0,
@@ -193,7 +187,7 @@ def stored_scores(without: str = "") -> float:
 
 
 def framework_of(name: str, without: str = "") -> Software:
-    """The Software whose habits the row's framework follows; this project's own where it is not known.
+    """The Software whose habits the row's framework follows; plain transformers where it is not known.
 
     Habits inferred from the source `without` (a row's `file`) are the generic ones of `Software` instead.
     """
@@ -212,7 +206,7 @@ def framework_of(name: str, without: str = "") -> Software:
         ("fsdp_qlora", FSDP_QLORA),
         ("torchtune", TORCHTUNE),
     )
-    found = next((software for key, software in table if key in name), ELASTANE)
+    found = next((software for key, software in table if key in name), TRANSFORMERS)
     source = without.split("_", maxsplit=1)[0]
     generic = Software(name="generic", four_bit_launch=0.0, gather_launch=0.0)
     unknown = [field for field, read in INFERRED.get(found.name, {}).items() if read == source]

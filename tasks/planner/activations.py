@@ -22,7 +22,7 @@ SAVED: dict[tuple[str, int], SavedBytes] = {
     ("full", 4): SavedBytes(hidden=24, ffn=16, query=8, key=8, norm=8),
     ("full", 2): SavedBytes(hidden=26, ffn=8, query=4, key=4, norm=6),
     ("lora", 4): SavedBytes(hidden=16, ffn=16, query=8, key=8, norm=4),
-    ("lora", 2): SavedBytes(hidden=18, ffn=8, query=6, key=4, norm=4),
+    ("lora", 2): SavedBytes(hidden=18, ffn=8, query=6, key=4, norm=4),  # PEFT casts an adapter's inputs
 }
 
 
@@ -75,8 +75,6 @@ def layer_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software)
     whole = layer_bytes_per_token(spec, work, software, work.sequence)
     if work.precision == "float32" and plan.device == "cuda" and not software.scores:
         whole += FLOAT32_SCORES * spec.heads * work.sequence
-    if plan.compiled:
-        whole *= software.compiled_activations
     if plan.tp > 1:
         stays = _not_divided(spec, plan, work, software, whole)
         whole = stays + (whole - stays) / plan.tp
@@ -137,9 +135,15 @@ def logit_bytes(precision: Precision, plan: Plan, software: Software = ELASTANE)
     """Bytes a token and vocabulary entry: float32 logits, log-probabilities and gradient, and the logits
     before the upcast. Taken as if every token were learnt; the loss leaves out those that are not.
     """
-    if COMPUTE_BYTES[precision] >= FLOAT32:
-        return 3 * FLOAT32
-    return software.compiled_logits if plan.compiled and plan.tp == 1 else software.logits
+    compute = COMPUTE_BYTES[precision]
+    if fuses_loss(plan, software):
+        return 2 * compute
+    return 3 * FLOAT32 if compute >= FLOAT32 else software.logits
+
+
+def fuses_loss(plan: Plan, software: Software) -> bool:
+    """Whether the loss keeps the logits alone, and its backward pass their gradient beside them."""
+    return software.fused_loss and plan.tp == 1
 
 
 def vision_bytes(spec: ModelSpec, plan: Plan, work: Workload) -> float:

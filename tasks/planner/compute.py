@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tasks.contracts import ModelSpec, Plan
-from tasks.planner.activations import COMPUTE_BYTES, ROWWISE
+from tasks.planner.activations import COMPUTE_BYTES, ROWWISE, fuses_loss
 from tasks.planner.machine import FLOAT32_MATMUL, Machine
 from tasks.planner.model_spec import active_parameters, lora_shapes
 from tasks.planner.stages import stays_gathered
@@ -54,7 +54,7 @@ def layer_pass(
     compute = COMPUTE_BYTES[work.precision]
     single = work.precision == "float32"
     linear = _linear_seconds(spec, plan.tp, machine, rows, compute, single)
-    adapters = _adapter_seconds(spec, plan.tp, work, machine, rows, compute)
+    adapters = _adapter_seconds(spec, plan.tp, work, machine, software, rows, compute)
     attention = attention_seconds(spec, plan, machine, rows, work, software)
     c = machine.constants
     per_token = software.elementwise[0] * spec.hidden + software.elementwise[1] * spec.ffn / plan.tp
@@ -73,6 +73,8 @@ def layer_pass(
             launch += software.four_bit_launch * len(spec.linear_shapes)
         if plan.sharding in ("zero3", "fsdp2") and not stays_gathered(plan):
             launch += software.gather_launch
+        if plan.tp > 1:
+            launch += software.cut_launch
     own = 2.0 if work.method == "full" else 1.0  # frozen weights need no gradient of their own
     forward = max(linear + adapters + attention + moved + dequantise, launch)
     backward = own * linear + 2 * adapters + ATTENTION_BACKWARD * attention + 2 * moved + dequantise
@@ -99,7 +101,7 @@ def _linear_seconds(
 
 
 def _adapter_seconds(
-    spec: ModelSpec, tp: int, work: Workload, machine: Machine, rows: float, compute: int
+    spec: ModelSpec, tp: int, work: Workload, machine: Machine, software: Software, rows: float, compute: int
 ) -> float:
     """Adapters are thin and so bound by memory: input read, rank-wide and output written, added once more."""
     if work.method == "full":
@@ -108,7 +110,7 @@ def _adapter_seconds(
     if machine.device == "cpu":
         return sum(2.0 * rows * work.lora_rank * (i + o) for _, i, o in shapes) / machine.peak
     moved = sum(rows * compute * (d_in + 3 * d_out + 2 * work.lora_rank) for _, d_in, d_out in shapes)
-    return moved / tp / (machine.bandwidth * machine.constants.bandwidth)
+    return software.adapter_traffic * moved / tp / (machine.bandwidth * machine.constants.bandwidth)
 
 
 def attention_seconds(
@@ -120,7 +122,8 @@ def attention_seconds(
     if machine.device == "cpu":
         return flops / machine.peak
     c = machine.constants
-    taken = flops / (machine.peak * (c.attention if work.precision != "float32" else 0.3))
+    reached = c.attention if software.attention is None else software.attention
+    taken = flops / (machine.peak * (reached if work.precision != "float32" else 0.3))
     if software.scores:
         scores = rows * row * spec.heads / plan.tp
         # Not flash: the whole square is computed, and scores are written and read by softmax and mask.
@@ -133,17 +136,20 @@ def attention_seconds(
 def head_pass(
     spec: ModelSpec, plan: Plan, work: Workload, machine: Machine, software: Software, rows: float
 ) -> Pass:
-    """The output head and the loss: a matmul, and some 20 bytes a logit moved each way."""
+    """The output head and the loss: a matmul, and some 10 bytes a logit moved each way; fused, it reads logits, and
+    going back reads them again and writes their gradient.
+    """
     compute = COMPUTE_BYTES[work.precision]
     share = plan.tp if software.vocab_parallel else 1
     product = matmul_seconds(
         machine, rows, spec.hidden, spec.vocab / share, compute, work.precision == "float32"
     )
-    loss = 0.0
+    forth, back = (compute, 2 * compute) if fuses_loss(plan, software) else (10, 10)
+    a_byte = 0.0
     if machine.device == "cuda":
-        loss = rows * spec.vocab / share * 10 / (machine.bandwidth * machine.constants.bandwidth)
+        a_byte = rows * spec.vocab / share / (machine.bandwidth * machine.constants.bandwidth)
     own = 2.0 if work.method == "full" or work.train_embeddings else 1.0
-    return Pass(product + loss, own * product + loss, 0.0)
+    return Pass(product + forth * a_byte, own * product + back * a_byte, 0.0)
 
 
 def vision_pass(

@@ -13,6 +13,7 @@ from tasks.planner.activations import (
     COMPUTE_BYTES,
     FLOAT32,
     active_ffn,
+    fuses_loss,
     layer_bytes,
     logit_bytes,
     vision_bytes,
@@ -100,9 +101,15 @@ def _stage(
         share = plan.tp if software.vocab_parallel else 1
         size = 4.0 * compute if software.chunked_loss else logit_bytes(work.precision, plan, software)
         pieces = 8 if software.chunked_loss else 1
-        # GPipe computes the losses of all micro-batches before the first backward pass, which needs their softmax.
-        waiting = (plan.accumulation - 1) * FLOAT32 if plan.schedule == "gpipe" else 0
+        # GPipe computes the losses of all micro-batches before the first backward pass, which needs their softmax,
+        # or logits.
+        softmax = compute if fuses_loss(plan, software) else FLOAT32
+        waiting = (plan.accumulation - 1) * softmax if plan.schedule == "gpipe" else 0
         terms["logits"] = tokens * spec.vocab * (size + waiting) / share / pieces
+        if work.method == "full" and fuses_loss(plan, software):
+            terms["logits"] += (
+                compute * spec.embedding_parameters
+            )  # the head's gradient, once there is little else
     terms["fixed"] = fixed_bytes(plan, software)
     if plan.accumulation == 1 and not software.gradients_stay and not is_ddp(plan):
         # The backward pass frees activations and logits as it makes gradients: only the excess adds to the peak.

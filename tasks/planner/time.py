@@ -61,7 +61,8 @@ def seconds(
     busy = (forward + backward + layers * layer.again) * count
     terms["communication"] = _data_traffic(spec, plan, work, machine, software, stages, busy)
     terms["optimizer"] = _optimizer(spec, plan, work, machine, software, stages)
-    terms["step"] = machine.constants.step if machine.device == "cuda" else 0.0
+    once = machine.constants.step if software.step is None else software.step
+    terms["step"] = once if machine.device == "cuda" else 0.0
     return terms
 
 

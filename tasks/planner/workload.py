@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from tasks.contracts import DataManifest, Plan, Precision
 from tasks.params import CommunicationHook, TrainParams
@@ -95,17 +95,18 @@ class Software:
 
     `elementwise` bytes of traffic, a token and hidden (`[0]`) or ffn entry (`[1]`), are what a layer's forward pass
     moves beside its matmuls. `launch` seconds is the least time of a layer's forward pass, for its kernels cannot be
-    launched faster; each adapter adds `adapter_launch`, each 4-bit matrix `four_bit_launch`, and gathering sharded
-    weights `gather_launch` (the last two are read off LitGPT's and Qwen's published runs). `overlap` is the share of
-    the data-parallel traffic that may hide behind computing. `host_wait` seconds a tensor-parallel rank are the least
-    a layer takes, without and with pipeline stages: what the host spends on cutting and joining tensors.
-    `whole_tables`: sharded vocabulary tables stay gathered in float32 from their first use to the end of the backward
-    pass, with a whole gradient and the buffer it is scattered from.
+    launched faster; each adapter adds `adapter_launch`, each 4-bit matrix `four_bit_launch`, gathering sharded weights
+    `gather_launch` (these two are read off LitGPT's and Qwen's published runs), cutting a layer over ranks
+    `cut_launch`. `overlap` is the share of the data-parallel traffic that may hide behind computing. `host_wait`
+    seconds a tensor-parallel rank are the least a layer takes, without and with pipeline stages: what the host spends
+    on cutting and joining tensors in trainers where that grows with the ranks. `whole_tables`: sharded vocabulary
+    tables stay gathered in float32 from their first use to the end of the backward pass, with a whole gradient and the
+    buffer it is scattered from.
 
-    `compiled_launch`, `compiled_adapter_launch` and `compiled_elementwise` stand for `launch`, `adapter_launch` and
-    `elementwise` where a plan's layers are compiled: fused kernels are fewer and move less. `compiled_activations` is
-    the share of a layer's saved bytes that it then keeps, and `compiled_logits` stands for `logits` where the whole
-    vocabulary is on one rank.
+    `step` seconds are spent once a step outside the model, and attention reaches the share `attention` of the peak
+    (None: the GPU generation's). Adapters move the share `adapter_traffic` of what PEFT's do. `fused_loss`: where the
+    whole vocabulary is on one rank, the loss reads logits in the compute precision and keeps them alone. `compiling`
+    has the fields that are others where a plan's layers are compiled: fused kernels are fewer, move and keep less.
 
     `native`: cut and staged as this project's own trainer does it. Without sequence parallelism all that is hidden
     wide is whole on every tensor-parallel rank, with it the inputs of attention and MLP are kept whole; collectives
@@ -147,34 +148,62 @@ class Software:
     vocab_parallel: bool = True
     zero_bucket: float = 0.4e9
     native: bool = False
-    # To be set from measurement: provisional shares (0.35, 0.25 and 0.6) of what stands above without compiling.
-    compiled_launch: float = 0.35e-3
-    compiled_adapter_launch: float = 0.05e-3
-    compiled_elementwise: tuple[float, float] = (36.0, 7.2)
-    compiled_activations: float = 1.0
-    compiled_logits: float = 14
+    cut_launch: float = 0.0
+    step: float | None = None
+    attention: float | None = None
+    adapter_traffic: float = 1.0
+    fused_loss: bool = False
+    compiling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def compiled_memory(self) -> bool:
         """Whether compiled layers take other memory than plain ones."""
-        return self.compiled_activations != 1 or self.compiled_logits != self.logits
+        return not self.compiling.keys().isdisjoint(("saved", "fused_loss"))
 
     @cached_property
     def compiled(self) -> Software:
         """The same trainer with compiled layers."""
-        return replace(
-            self,
-            launch=self.compiled_launch,
-            adapter_launch=self.compiled_adapter_launch,
-            elementwise=self.compiled_elementwise,
-        )
+        return replace(self, **self.compiling)
 
 
 # This project's trainer: float32 weights, gradients and AdamW moments, autocast (tasks/trainer/torch_engine.py).
-# A layer's launch times were measured with it on one H200 (benchmarks/results/planner-gpu.json): about 4 ms a layer
-# forward and backward for full tuning, 7 to 8 ms with seven adapters a layer.
-# Gathering and scattering costs it 2.1 ms more a layer's forward pass (benchmarks/results/planner-gpu-fsdp2.json).
-ELASTANE = Software(name="elastane", gather_launch=2.1e-3, whole_tables=True, native=True)
+# Its times were fitted to runs on one H200 (benchmarks/results/planner-gpu.json, and planner-gpu-compiled.json for what
+# compiling changes) with the generation's matmul constants as they are, which are a little slow for it: the traffic of
+# compiled layers has come out smaller than it can be. A layer takes 3.8 ms of launches forward and backward in full
+# tuning and 6.3 ms with seven adapters; compiled 2.3 and 4.0. Gathering and scattering costs 2.1 ms more a layer's
+# forward pass (planner-gpu-fsdp2.json), cutting 0.8 ms (one run: LoRA of a 7 B model on two H200).
+# Its adapters take half-precision inputs as they are (`stay_in_half` of tasks/trainer/parallelize.py), where PEFT's
+# would keep a float32 copy: counted as `SAVED` of activations.py was. What compiled layers keep is read off
+# planner-gpu-compiled.json, but for the norms of query and key, which none of its models has.
+COMPILED_SAVED = {
+    (method, width): SavedBytes(
+        hidden=5 * width, ffn=3 * width, query=2 * width, key=2 * width, norm=2 * width
+    )
+    for method in ("full", "lora")
+    for width in (2, 4)
+}
+ELASTANE = Software(
+    name="elastane",
+    gather_launch=2.1e-3,
+    whole_tables=True,
+    native=True,
+    saved={("lora", 2): SavedBytes(hidden=12, ffn=8, query=4, key=4, norm=4)},
+    cut_launch=0.8e-3,
+    step=0.006,
+    attention=0.4,
+    adapter_traffic=0.55,
+    launch=1.25e-3,
+    adapter_launch=0.12e-3,
+    elementwise=(110, 22),
+    compiling={
+        "fused_loss": True,
+        "saved": COMPILED_SAVED,
+        "adapter_traffic": 0.65,
+        "launch": 0.75e-3,
+        "adapter_launch": 0.085e-3,
+        "elementwise": (5.0, 1.0),
+    },
+)
 # Under DeepSpeed weights and gradients are in half precision, with float32 master weights and moments beside them
 # (ZeRO, arXiv:1910.02054, section 3.1); in float32 there is no second copy.
 DEEPSPEED = replace(
@@ -193,9 +222,9 @@ DEEPSPEED_FLOAT32 = replace(DEEPSPEED, weight=4, gradient=4, master=0, residual=
 
 def software_of(plan: Plan, precision: Precision, software: Software) -> Software:
     """What keeps the states of a plan: this project's own habits differ by engine, other trainers' do not."""
-    if software is not ELASTANE or plan.engine != "deepspeed":
-        return software
-    return DEEPSPEED_FLOAT32 if precision == "float32" else DEEPSPEED
+    if software is ELASTANE and plan.engine == "deepspeed":
+        software = DEEPSPEED_FLOAT32 if precision == "float32" else DEEPSPEED
+    return software.compiled if plan.compiled else software
 
 
 def workload(train: TrainParams, manifest: DataManifest, precision: Precision) -> Workload:

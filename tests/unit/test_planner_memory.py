@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tasks.planner.activations import layer_bytes, layer_bytes_per_token
 from tasks.planner.memory import memory, trainable_parameters
 from tasks.planner.model_spec import model_spec
-from tasks.planner.workload import ELASTANE, Workload
+from tasks.planner.workload import ELASTANE, Software, Workload
+from tasks.trainer.parallelize import stay_in_half
 from tasks.trainer.tensor_parallel import cut_over_ranks
 from tests.tiny import cpu_plan
 from tests.unit.planner_cases import LLAMA_7B, SMOL, gpus, plans, strategy_params
@@ -26,14 +27,21 @@ SHAPES = {
 }
 
 
-def bytes_kept(model_type: str, method: str, precision: str, layers: int, tokens: int, cut=None) -> int:
-    """Bytes of the distinct tensors that a decoder's forward pass saves, its parameters apart; `cut` comes first."""
+def bytes_kept(
+    model_type: str, method: str, precision: str, layers: int, tokens: int, cut=None, own=True
+) -> int:
+    """Bytes of the distinct tensors that a decoder's forward pass saves, its parameters apart; `cut` comes first.
+
+    `own`: with adapters as this project's trainer runs them, else as PEFT does.
+    """
     config = AutoConfig.for_model(model_type, **SHAPES, num_hidden_layers=layers)
     half = DTYPES[precision]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if method == "full" else half)
     decoder, whole = model.model, model
     if method == "lora":
         whole = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    if own:
+        stay_in_half(whole, precision)
     if cut is not None:
         cut(whole, model)
     kept = {}
@@ -55,15 +63,18 @@ def bytes_kept(model_type: str, method: str, precision: str, layers: int, tokens
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_activations_of_a_layer_are_those_torch_saves(model_type, method, precision):
+@pytest.mark.parametrize("software", [ELASTANE, Software("peft")], ids=lambda software: software.name)
+def test_activations_of_a_layer_are_those_torch_saves(software, model_type, method, precision):
     def layer(tokens: int) -> int:
-        return bytes_kept(model_type, method, precision, 2, tokens) - bytes_kept(
-            model_type, method, precision, 1, tokens
+        two, one = (
+            bytes_kept(model_type, method, precision, layers, tokens, own=software is ELASTANE)
+            for layers in (2, 1)
         )
+        return two - one
 
     real = (layer(128) - layer(64)) / 64  # casts of weights do not grow with tokens and drop out
     spec = model_spec({"model_type": model_type, **SHAPES})
-    predicted = layer_bytes_per_token(spec, work(method, precision))
+    predicted = layer_bytes_per_token(spec, work(method, precision), software)
     assert predicted == pytest.approx(real, rel=0.03)
 
 
@@ -129,7 +140,8 @@ def two_ranks():
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
-    ("method", "precision"), [("full", "bfloat16"), ("full", "float32"), ("lora", "float32")]
+    ("method", "precision"),
+    [("full", "bfloat16"), ("full", "float32"), ("lora", "float32"), ("lora", "bfloat16")],
 )
 def test_activations_under_tensor_parallelism_are_those_torch_saves(
     two_ranks, method, precision, sequence_parallel
@@ -179,6 +191,26 @@ def test_tensor_and_pipeline_parallelism_divide_states_and_offload_takes_the_opt
 def test_qlora_keeps_linear_weights_in_four_bits():
     lora, qlora = (memory(LLAMA_7B, plan_of(), work(method))["weights"] for method in ("lora", "qlora"))
     assert 0.25 < qlora / lora < 0.35  # NF4 a quarter of bfloat16; embedding and head stay
+
+
+# --- compiled layers -----------------------------------------------------------------------------
+
+
+def test_compiled_layers_and_losses_keep_less():
+    plain, compiled = (memory(LLAMA_7B, plan_of(compiled=each), work()) for each in (False, True))
+    assert compiled["activations"] < 0.85 * plain["activations"]
+    assert compiled["logits"] == 512 * LLAMA_7B.vocab * 2 * 2  # logits and their gradient, in bfloat16
+    assert compiled["weights"] == plain["weights"]
+    # Where the vocabulary is cut over ranks the loss is not compiled.
+    plain, compiled = (memory(LLAMA_7B, plan_of(compiled=each, tp=2), work()) for each in (False, True))
+    assert compiled["logits"] == plain["logits"]
+
+
+def test_the_heads_gradient_stands_beside_fused_logits():
+    lora, full = (
+        memory(LLAMA_7B, plan_of(compiled=True), work(method))["logits"] for method in ("lora", "full")
+    )
+    assert full - lora == pytest.approx(2 * LLAMA_7B.embedding_parameters, rel=1e-6)
 
 
 # --- beside tensor and pipeline parallelism -----------------------------------------------------
