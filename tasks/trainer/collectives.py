@@ -18,19 +18,24 @@ from tasks.trainer.clock import exchanging
 TOKENS = 1  # the dim that sequence parallelism slices
 
 
+# Of torch's two kinds of collectives these give a new tensor. What an autograd function changed in place and returns
+# loses its gradient when torch 2.11 compiles it (pytorch issue 180642).
+_FUNCTIONAL = torch.ops._c10d_functional
+
+
 def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    total = tensor.contiguous().clone()
     with exchanging():
-        dist.all_reduce(total, group=group)
-    return total
+        sent = _FUNCTIONAL.all_reduce(tensor.contiguous(), "sum", group.group_name)
+        total = _FUNCTIONAL.wait_tensor(sent)
+    return total.view_as(total)
 
 
 def _join(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Slices put together along the tokens."""
     rows = tensor.transpose(0, TOKENS).contiguous()
-    whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
     with exchanging():
-        dist.all_gather_into_tensor(whole, rows, group=group)
+        sent = _FUNCTIONAL.all_gather_into_tensor(rows, group.size(), group.group_name)
+        whole = _FUNCTIONAL.wait_tensor(sent)
     return whole.transpose(0, TOKENS).contiguous()
 
 
@@ -41,9 +46,9 @@ def _own_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _sum_to_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The rank's slice of the sum of partial tensors."""
     rows = tensor.transpose(0, TOKENS).contiguous()
-    mine = rows.new_empty(rows.shape[0] // group.size(), *rows.shape[1:])
     with exchanging():
-        dist.reduce_scatter_tensor(mine, rows, group=group)
+        sent = _FUNCTIONAL.reduce_scatter_tensor(rows, "sum", group.size(), group.group_name)
+        mine = _FUNCTIONAL.wait_tensor(sent)
     return mine.transpose(0, TOKENS).contiguous()
 
 

@@ -2,7 +2,7 @@
 
 Works by replacing each layer's `forward`, not by wrapping the layer: parameter names stay, hooks on the layer itself
 (FSDP2's) run once, and hooks inside it (tensor parallelism's) belong to what is computed again. transformers' own
-switch is not used, since before 5.18 it checkpoints around such hooks and around a compiled forward.
+switch is not used: version 5.17 checkpoints around such hooks and around a compiled forward.
 """
 
 from __future__ import annotations

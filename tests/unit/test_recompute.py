@@ -149,7 +149,9 @@ def test_selective_keeps_products_and_attention_and_no_more(method: str) -> None
     products = QUERY + 2 * KEY + HIDDEN + 2 * FFN + HIDDEN
     adapters = 7 * RANK if method == "lora" else 0  # outputs of A; those of B are as wide as the base's
     attention = 2 * QUERY + 4 * HEADS  # output, and the float32 logarithm of each row's sum
-    assert held["selective"] - held["full"] == LAYERS * ROWS * TOKENS * (2 * (products + adapters) + attention)
+    assert held["selective"] - held["full"] == LAYERS * ROWS * TOKENS * (
+        2 * (products + adapters) + attention
+    )
     assert held["none"] > 1.3 * held["selective"]
 
 
@@ -166,44 +168,52 @@ def test_only_full_computes_products_again(level: Level, again: int) -> None:
     assert counted[level] - counted["none"] == LAYERS * again
 
 
-@pytest.mark.parametrize(
-    ("level", "functional", "again"),
-    [("none", True, 0), ("selective", True, 0), ("full", True, 1), ("selective", False, 2), ("full", False, 1)],
-)
-def test_collectives_inside_a_layer(
-    group: dist.ProcessGroup, level: Level, functional: bool, again: int
-) -> None:
-    """What a hook sums over ranks is kept. A sum in place runs again, after attention and after the MLP; where the
-    recomputation ends with the MLP's last product (full), the sum after it is not needed.
-    """
-    base, model = make("full", level)
-    _, plain = make("full", "none")
-
-    def summed(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if functional:
-            kernels = torch.ops._c10d_functional
-            return kernels.wait_tensor(kernels.all_reduce(output, "sum", group.group_name))
-        total = output.clone()
-        dist.all_reduce(total, group=group)
+class SumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        total = part.clone()
+        dist.all_reduce(total)
         return total
 
-    class Summed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-            return summed(base, (), output)
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient
 
+class SumAnew(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        kernels = torch.ops._c10d_functional
+        return kernels.wait_tensor(kernels.all_reduce(part, "sum", dist.group.WORLD.group_name))
+
+    backward = SumInPlace.backward
+
+
+@pytest.mark.parametrize(
+    ("level", "total", "operator", "again"),
+    [
+        ("none", SumAnew, "_c10d_functional.all_reduce.default", 0),
+        ("selective", SumAnew, "_c10d_functional.all_reduce.default", 0),
+        ("full", SumAnew, "_c10d_functional.all_reduce.default", 1),
+        ("selective", SumInPlace, "c10d.allreduce_.default", 1),
+        ("full", SumInPlace, "c10d.allreduce_.default", 1),
+    ],
+)
+def test_sums_over_ranks_inside_a_layer(
+    group: dist.ProcessGroup, level: Level, total: Any, operator: str, again: int
+) -> None:
+    """A sum that is a new tensor is kept by `selective`; one in place runs again, on every rank alike: that after
+    attention, for the one after the MLP comes when all that is asked for has been computed.
+    """
+    base, model = make("full", level)
     for layer in layers_of(base):
         for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            module.register_forward_hook(lambda module, args, output: Summed.apply(output))
+            module.register_forward_hook(lambda module, args, output: total.apply(output))
     loss = loss_of(model, rows())
     with Operators() as backward:
         loss.backward()
-    name = "_c10d_functional.all_reduce.default" if functional else "c10d.allreduce_.default"
-    assert backward.calls[name] == LAYERS * again
+    assert backward.calls[operator] == LAYERS * again
+    _, plain = make("full", "none")
     loss_of(plain, rows()).backward()
     assert_alike(gradients(plain), gradients(model))
 
@@ -238,7 +248,11 @@ def two_micro_batches_at_once(level: Level) -> dict[str, torch.Tensor]:
 def test_casts_are_computed_again_whoever_made_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, selective = two_micro_batches_at_once("none"), two_micro_batches_at_once("selective")
     for name, gradient in plain.items():
-        torch.testing.assert_close(selective[name], gradient, rtol=2e-2, atol=2e-2 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            selective[name], gradient, rtol=2e-2, atol=2e-2 * float(gradient.abs().max())
+        )
+    if torch.__version__ < (2, 13):
+        return  # what is computed again was not yet held against what was computed
     monkeypatch.setattr(recompute, "_casts_not_cached", contextlib.nullcontext)
     with pytest.raises(RuntimeError, match="not found in storage"):
         two_micro_batches_at_once("selective")
@@ -255,5 +269,5 @@ def test_nothing_is_set_up_where_no_gradient_is_wanted(level: Level) -> None:
 def test_unknown_layers_are_refused() -> None:
     base, _ = make("full", "none")
     checkpoint_activations(base, [], "none")
-    with pytest.raises(UserError, match="activation_checkpointing=selective.*LlamaForCausalLM.*=none"):
+    with pytest.raises(UserError, match=r"activation_checkpointing=selective.*LlamaForCausalLM.*=none"):
         checkpoint_activations(base, [], "selective")

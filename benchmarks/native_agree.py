@@ -1,0 +1,104 @@
+"""One rank of an agreement run of `benchmarks.native_gpu`: a few steps on given rows, every step's loss and norm told.
+
+Started by torchrun: `python -m benchmarks.native_agree REQUEST.json RESULT.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.native_variants import ROWS
+from tasks.contracts import Contract
+from tasks.stage import die_with_parent
+from tasks.trainer.engine import Batch
+from tasks.trainer.loading import DTYPES, stored_precision
+from tasks.trainer.mesh import data_rank
+from tasks.trainer.parallelize import local_device
+from tasks.trainer.torch_engine import TorchEngine
+from tasks.trainer.trial import TrialRequest
+
+SEED = 0
+WORDS = 200  # different tokens in the rows, so that there is something to learn in a few steps
+
+
+class Told(Contract):
+    """Per step the mean loss of the learnt tokens, and the gradient's norm."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+
+
+def model_of(request: TrialRequest) -> PreTrainedModel:
+    """Random weights, the same on every rank and under every plan, in the type that the engine trains.
+
+    All are rounded to bfloat16 first, so that a float32 run differs by how it computes, not by what it starts from.
+    """
+    described = json.loads(Path(request.config).read_text(encoding="utf-8"))
+    config = AutoConfig.for_model(described.pop("model_type"), **described)
+    torch.manual_seed(SEED)
+    with local_device(request.plan):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(torch.bfloat16).to(
+        DTYPES[stored_precision(request.train.finetuning_type, request.precision)]
+    )
+
+
+def rows_of(step: int, length: int) -> Batch:
+    """All rows of a step; each learns another number of tokens, and no row repeats."""
+    draw = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(WORDS, (ROWS, length), generator=draw)
+    labels = ids.clone()
+    for number, row in enumerate(labels):
+        row[: 1 + number * length // (2 * ROWS)] = -100
+    return Batch(ids, labels)
+
+
+def shares(whole: Batch, request: TrialRequest) -> list[Batch]:
+    """The micro-batches of this rank."""
+    plan = request.plan
+    first = data_rank(plan, dist.get_rank()) * plan.accumulation
+    parts = range(first, first + plan.accumulation)
+    cut = [slice(part * plan.micro_batch, (part + 1) * plan.micro_batch) for part in parts]
+    return [Batch(whole.input_ids[part], whole.labels[part]) for part in cut]
+
+
+def train(request: TrialRequest) -> Told:
+    assert request.plan.global_batch == ROWS
+    engine = TorchEngine(model_of(request), request.train, request.plan, request.precision, 100, SEED)
+    results = []
+    for step in range(request.steps):
+        whole = rows_of(step, request.sequence)
+        targets = int((whole.labels[:, 1:] != -100).sum())
+        results.append(engine.train_step(shares(whole, request), targets, ()))
+    return Told(
+        losses=tuple(result.loss for result in results), norms=tuple(result.grad_norm for result in results)
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    die_with_parent()
+    request = TrialRequest.read(Path(arguments[0]))
+    if request.plan.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    backend = "cpu:gloo,cuda:nccl" if request.plan.backend == "nccl" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=3))
+    try:
+        told = train(request)
+        if dist.get_rank() == 0:
+            told.write(Path(arguments[1]))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
