@@ -11,14 +11,21 @@ from urllib.request import Request, urlopen
 from tasks.errors import UserError
 from tasks.planner.known_models import known_config, unknown_model
 from tasks.select_strategy import parse_config, read_config
+from tasks.trainer.legacy.registry import native_config
 
 
 def model_config(name: str) -> Mapping[str, object]:
     """config.json of a folder or file, of the built-in table, or fetched from the hub.
 
+    A layout that is converted before training is planned as what it is converted to.
+
     Raises:
         UserError: there is no such model, or the hub is out of reach.
     """
+    return native_config(_published(name), name)
+
+
+def _published(name: str) -> Mapping[str, object]:
     path = Path(name).expanduser()
     if path.is_dir():
         return read_config(path / "config.json")

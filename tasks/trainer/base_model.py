@@ -12,6 +12,7 @@ from tasks.errors import UserError
 from tasks.params import ModelParams
 from tasks.paths import Paths
 from tasks.stage import heartbeat, say
+from tasks.trainer.legacy.registry import converts
 from tasks.trainer.model_source import SMALL_FILES, Source, code_files, find_source, folder_hash, source_hash
 
 
@@ -35,7 +36,9 @@ def ensure_base(model: ModelParams, paths: Paths) -> BaseModelRef:
         name_or_path=model.name_or_path,
         revision=model.revision,
         kind=source.kind,
-        weights="here" if source.path.is_file() else "source",
+        weights="here"
+        if source.path.is_file() or converts(source.path, model.trust_remote_code)
+        else "source",
         content_hash=identity,
         source_hash=identity,
         trust_remote_code=model.trust_remote_code,
@@ -69,8 +72,14 @@ def _write(ref: BaseModelRef, source: Source, paths: Paths) -> BaseModelRef:
     fresh = paths.base.with_name(f".{paths.base.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    if source.path.is_file():
-        convert_gguf(source.path, fresh)
+    old = converts(source.path, ref.trust_remote_code)
+    if ref.weights == "here":
+        if old:
+            from tasks.trainer.legacy.convert import convert
+
+            convert(old, source.path, ref.name_or_path, fresh)
+        else:
+            convert_gguf(source.path, fresh)
         ref = ref.model_copy(update={"content_hash": folder_hash(fresh, False)})
     else:
         small = [file for pattern in SMALL_FILES for file in source.path.glob(pattern)]

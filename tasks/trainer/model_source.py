@@ -14,6 +14,7 @@ from tasks.errors import UserError
 from tasks.params import ModelParams
 from tasks.paths import cache_folder
 from tasks.stage import heartbeat
+from tasks.trainer.legacy.registry import converts
 
 # name -> (Python package that carries the weights, file in it, how to get it)
 BUILTIN = {
@@ -27,6 +28,8 @@ SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 CODE_FILES = ("*.py",)
 # Bumped when the conversion writes other bytes for the same file.
 CONVERSION = "gguf-to-float16-v1"
+LEGACY_CONVERSION = "legacy-to-native-v1"
+LEGACY_WEIGHTS = "pytorch_model*.bin"
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ def _check_folder(path: Path, model: ModelParams) -> None:
         raise UserError(
             f"model.name_or_path={name} has no config.json; give a folder in Hugging Face's layout"
         )
-    if not any(path.glob("*.safetensors")):
+    old = converts(path, model.trust_remote_code)
+    if not any(path.glob("*.safetensors")) and not (old and any(path.glob(LEGACY_WEIGHTS))):
         other = ", ".join(sorted(file.name for file in path.glob("*.bin"))[:3])
         hint = f" (it has {other}: save it again with safe_serialization)" if other else ""
         raise UserError(
@@ -119,6 +123,10 @@ def _download(model: ModelParams) -> Path:
     try:
         with heartbeat(f"fetching {name} from the Hugging Face hub"):
             path = Path(snapshot_download(name, revision=model.revision, allow_patterns=wanted))
+            old = converts(path, model.trust_remote_code)
+            if old:
+                more = [*old.reads, *(() if any(path.glob("*.safetensors")) else (LEGACY_WEIGHTS,))]
+                snapshot_download(name, revision=path.name, allow_patterns=more)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         at = f" at {model.revision}" if model.revision else ""
@@ -171,4 +179,9 @@ def source_hash(source: Source, with_code: bool) -> str:
     """Identity of what lies at the source, before any conversion."""
     if source.path.is_file():
         return hashlib.sha256(f"{CONVERSION} {file_hash(source.path)}".encode()).hexdigest()
+    old = converts(source.path, with_code)
+    if old:
+        weights = "*.safetensors" if any(source.path.glob("*.safetensors")) else LEGACY_WEIGHTS
+        files = {file for pattern in (weights, "*.json", *old.reads) for file in source.path.glob(pattern)}
+        return hashlib.sha256(f"{LEGACY_CONVERSION} {_files_hash(list(files))}".encode()).hexdigest()
     return folder_hash(source.path, with_code)

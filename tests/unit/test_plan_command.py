@@ -87,9 +87,9 @@ def test_a_plan_that_is_trained_now_carries_no_mark():
     assert MARK not in chosen
 
 
-def test_qlora_is_planned_and_said_not_to_be_trained():
+def test_qlora_is_trained_now():
     answer = plan(Question("llama-2-13b", "RTX4090", "qlora", sequence=512, batch=16), None)
-    assert answer.today == "qlora is planned, not yet trained by this version"
+    assert answer.report.chosen.plan.name == "single" and answer.today == ""
 
 
 def test_what_is_not_said_is_assumed_aloud():
@@ -257,6 +257,11 @@ def test_the_picture_shows_the_best_plans_against_the_limit(tmp_path):
         (
             ["--model", "llama-2-7b", "--hardware", "8xH100", "--method", "qlora", "--pin", "sharding=zero3"],
             "zero3 with qlora",
+        ),
+        (
+            ["--model", "llama-2-7b", "--hardware", "8xH100", "--method", "qlora", "--pin", "tp=8"],
+            "tp=8 with qlora cuts intermediate_size=11008 into parts of 1376, which would tear apart 64 weights that "
+            "share a scale; use tp=1, 2 or 4, or lora",
         ),
     ],
 )
