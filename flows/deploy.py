@@ -22,8 +22,7 @@ POOL = "elastane"
 def deploy(paths: Paths, cron: str | None) -> str:
     """Creates pool and deployment (or brings them up to date) and says how to start a worker.
 
-    A second run that comes due beside the first is cancelled, not queued: the next one on schedule
-    finds the same work, and a queue of stale runs helps nobody.
+    A second run that comes due beside the first is cancelled, not queued: the next one finds the same work.
 
     Raises:
         UserError: no Prefect server is configured or it does not answer, the schedule is no cron, or the

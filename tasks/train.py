@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from tasks.contracts import (
     BaseModelRef,
     CheckpointManifest,
@@ -122,8 +124,7 @@ def _newest_step(run: Path) -> int | None:
 def launch(plan: Plan, hardware: HardwareProfile, run: Path, paths: Paths) -> int:
     """Starts torchrun with one worker a device and waits; returns its exit code.
 
-    SIGTERM and SIGUSR1 are handed on (as SIGTERM, the one that torchrun passes to its workers): they save and
-    end, and this process with them.
+    SIGTERM and SIGUSR1 are handed on to the workers: they save and end, and this process with them.
 
     Raises:
         SystemExit: with code 75 after such a signal.
@@ -144,9 +145,11 @@ def launch(plan: Plan, hardware: HardwareProfile, run: Path, paths: Paths) -> in
 
     told: list[int] = []
 
+    before_it = _newest_step(run)
+
     def hand_on(number: int, frame: object) -> None:
         told.append(number)
-        agent.send_signal(signal.SIGTERM)
+        _tell_workers(agent.pid)
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
@@ -155,9 +158,26 @@ def launch(plan: Plan, hardware: HardwareProfile, run: Path, paths: Paths) -> in
         for number, handler in before.items():
             signal.signal(number, handler)
     if told and code:
-        say("train: stopped by a signal, its state is saved; the next run goes on from there")
+        newest = _newest_step(run)
+        state = "saved" if newest != before_it else "older, nothing was saved at the end"
+        say(
+            f"train: stopped by a signal, its state (step {newest or 0}) is {state}; the next run goes on from there"
+        )
         raise SystemExit(PREEMPTED_EXIT_CODE)
     return code
+
+
+def _tell_workers(agent: int) -> None:
+    """SIGTERM to torchrun's workers; to torchrun itself only before it has any, for it kills them after 30 seconds,
+    which a large model's save may well take.
+    """
+    try:
+        below = psutil.Process(agent).children(recursive=True)
+        workers = [process for process in below if "tasks.trainer.worker" in process.cmdline()]
+        for process in workers or [psutil.Process(agent)]:
+            process.terminate()
+    except psutil.NoSuchProcess:
+        return  # it ended by itself
 
 
 def _take_over(paths: Paths, run: Path) -> None:

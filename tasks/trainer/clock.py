@@ -168,11 +168,11 @@ class StepClock:
         self.mark("communication")
 
     def _timed(self, call: Callable[..., Any], waits: Callable[[], bool]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             if not waits():
-                return call(*arguments)
+                return call(*arguments, **named)
             with self.exchange():
-                return call(*arguments)
+                return call(*arguments, **named)
 
         return timed
 

@@ -72,7 +72,9 @@ def check_finite(loss: float, grad_norm: float, step: int, precision: str) -> No
     """
     if math.isfinite(loss) and (math.isfinite(grad_norm) or precision == "float16"):
         return
+    wider = {"float16": "bfloat16 or float32", "bfloat16": "float32"}.get(precision)
+    other = f", or use train.precision={wider}" if wider else ""
     raise UserError(
         f"step {step}: loss={loss}, gradient norm={grad_norm}, and training cannot go on from that; "
-        "lower train.learning_rate, or use precision bfloat16 or float32"
+        f"lower train.learning_rate{other}"
     )

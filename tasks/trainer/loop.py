@@ -96,7 +96,9 @@ def train_loop(
         begin = time.perf_counter()
         with lively(bar):
             result = _one_step(engine, job, lengths, watch, samples, (due, signals.received is not None))
-        check_finite(result.loss, result.grad_norm, step, job.precision)
+        check_finite(result.loss, result.grad_norm, step + 1, job.precision)
+        if result.skipped and job.rank == 0:
+            say(f"step {step + 1} overflowed in float16 and is left out; the loss scale is halved")
         watch.steps += 1
         wrote = reporter.step(step + 1)
         if board is not None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tasks.errors import UserError
+
 # As torch.amp.GradScaler.
 START = 2.0**16
 GROWTH_INTERVAL = 2000
+# A loss that overflows at this scale has gradients that are no numbers at all: 26 steps in a row after the start.
+LEAST = 2.0**-10
 
 
 @dataclass
@@ -22,11 +26,20 @@ class LossScale:
         return self.scale if self.enabled else 1.0
 
     def update(self, finite: bool) -> None:
-        """Halves the scale after an overflow, doubles it after 2,000 steps without."""
+        """Halves the scale after an overflow, doubles it after 2,000 steps without.
+
+        Raises:
+            UserError: steps overflow at any scale, so nothing is trained.
+        """
         if not self.enabled:
             return
         if not finite:
             self.scale, self.good_steps = self.scale / 2, 0
+            if self.scale < LEAST:
+                raise UserError(
+                    f"train.precision=float16: gradients overflow at every step, even at a loss scale of "
+                    f"{self.scale:g}, and none is taken; use bfloat16 or float32, or a lower train.learning_rate"
+                )
             return
         self.good_steps += 1
         if self.good_steps == GROWTH_INTERVAL:

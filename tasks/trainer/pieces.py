@@ -149,6 +149,9 @@ def sum_gradients(weights: Iterable[torch.nn.Parameter], group: dist.ProcessGrou
             weight.grad = torch.zeros_like(weight)
         gradients.append(local(weight.grad))
     for bucket in _buckets(gradients):
+        if len(bucket) == 1 and bucket[0].is_contiguous():  # a vocabulary's table: no copy of it
+            dist.all_reduce(bucket[0], group=group)
+            continue
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         dist.all_reduce(flat, group=group)
         parts = flat.split([gradient.numel() for gradient in bucket])

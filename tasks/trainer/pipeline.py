@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -77,7 +78,8 @@ def keep_stage(base: PreTrainedModel, stage: int, stages: int) -> None:
         tied = getattr(head, "weight", None) is decoder.embed_tokens.weight
         if tied and stage == stages - 1:
             # The copy of a tied table. The engine keeps the two alike by summing their gradients.
-            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+            own = head.get_base_layer() if isinstance(head, LoraLayer) else head
+            own.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
         decoder.embed_tokens = nn.Identity()
 
 

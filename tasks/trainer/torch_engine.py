@@ -205,6 +205,7 @@ class TorchEngine:
 
     def save(self, folder: Path) -> None:
         """Trainable weights and optimizer state by parameter name, through torch's distributed checkpoint."""
+        training_state.fill(self.optimizer)  # if every step so far overflowed, it has none
         dcp.save(
             training_state.boxes(self.pieces, self.optimizer) | self._small_state(), checkpoint_id=folder
         )

@@ -17,7 +17,10 @@ READ_BYTES = 2 * 2**30  # read at once for an export
 
 
 def fill(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state that an optimizer only makes at its first step, by a step at rate zero, which moves nothing."""
+    """Makes the state that an optimizer only makes at its first step, by a step at rate zero, which moves nothing.
+
+    It is that of no step taken. Gradients are dropped.
+    """
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -27,6 +30,8 @@ def fill(optimizer: torch.optim.Optimizer) -> None:
             weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        state["step"].zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 

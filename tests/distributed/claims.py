@@ -230,3 +230,25 @@ def need_the_optimizer(root: str, plan: Plan, folder: str) -> None:
     training_state.fill(forgetful.optimizer)
     got = [forgetful.train_step(*_share(step, plan), ()).loss for step in range(3, 6)]
     assert got[0] == expected[0] and abs(got[2] - expected[2]) > 1e-4 * expected[2]
+
+
+def resume_after_an_overflow(root: str, plan: Plan, folder: str) -> None:
+    """The first step overflowed, was left out and saved: the next start goes on as this one would have."""
+    _join(plan)
+    engine = _engine(root, plan, "float16")
+    complete = engine._complete_gradients
+
+    def overflow() -> None:
+        complete()
+        local(engine.trainable[0].grad).fill_(float("inf"))
+
+    engine._complete_gradients = overflow
+    assert engine.train_step(*_share(0, plan), ()).skipped
+    engine._complete_gradients = complete
+    engine.save(Path(folder))
+    again = _engine(root, plan, "float16")
+    again.load(Path(folder))
+    assert again.loss_scale.scale == engine.loss_scale.scale == SMALL_SCALE / 2
+    for step in range(1, 4):
+        one, other = (each.train_step(*_share(step, plan), ()) for each in (engine, again))
+        assert one == other and not one.skipped, step

@@ -74,7 +74,9 @@ def run_ranks(world: int, work: Callable[..., None], *arguments: object, code: i
         rank.join(TIMEOUT_SECONDS)
         if rank.is_alive():
             rank.kill()
-    said = [] if errors.empty() else [errors.get()]
+    said = []
+    while not errors.empty():
+        said.append(errors.get())
     codes = [rank.exitcode for rank in ranks]
     assert codes == [code] * world, f"exit codes {codes}\n{''.join(said)}"
 

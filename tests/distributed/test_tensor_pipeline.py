@@ -27,6 +27,8 @@ PLANS = {
     "dp2pp2": tiny.cpu_plan(2, 2, 2, pp=2, schedule="1f1b"),
     "fsdp2tp2sp": tiny.cpu_plan(1, 2, 2, shards=2, tp=2, sequence_parallel=True),
     "fsdp2pp2": tiny.cpu_plan(1, 2, 2, shards=2, pp=2, schedule="1f1b"),
+    "fsdp2pp2v2": tiny.cpu_plan(1, 2, 2, shards=2, pp=2, schedule="interleaved1f1b", virtual_stages=2),
+    "fsdp2pp2v2-zerobubble": tiny.cpu_plan(1, 2, 2, shards=2, pp=2, schedule="zerobubble", virtual_stages=2),
     "pp4": tiny.cpu_plan(1, 1, 8, pp=4, schedule="1f1b"),
     "tp2pp2v2-zerobubble": tiny.cpu_plan(1, 2, 4, tp=2, pp=2, schedule="zerobubble", virtual_stages=2),
 }
@@ -41,7 +43,7 @@ MODELS = {
 QUICK = {
     ("llama", "full"): ("tp2", "pp2", "pp2-gpipe", "pp2v2", "tp2sppp2", "dp2tp2", "dp2pp2"),
     ("llama", "lora"): ("tp2sp", "pp2", "fsdp2tp2sp", "dp2pp2"),
-    ("qwen2", "full"): ("tp2sp", "pp2v2-zerobubble", "fsdp2pp2", "tp2sppp2"),
+    ("qwen2", "full"): ("tp2sp", "pp2v2-zerobubble", "fsdp2pp2v2", "tp2sppp2"),
     ("qwen2", "lora"): ("tp2", "pp2v2", "dp2tp2"),
 }
 CASES = [
@@ -140,3 +142,24 @@ def test_collectives_and_their_backward_passes(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "width"), [(2, 10), (3, 10)])
 def test_the_loss_over_a_cut_vocabulary(ranks: int, width: int) -> None:
     run_ranks(ranks, claims.sum_over_a_cut_vocabulary, width)
+
+
+TIED = {"family": "qwen2", "layers": 4, "tied": True}
+
+
+def test_adapters_on_a_tied_head_in_a_pipeline(tmp_path: Path) -> None:
+    changes = {"train.lora.targets": ["lm_head", "q_proj"], "train.num_train_epochs": 1}
+    root = workspace(tmp_path / "w", TIED, **changes)
+    one = train(root, tiny.params(), tiny.cpu_plan(1, 2, 4), "float64", run_key="one")
+    two = train(root, tiny.params(), PLANS["pp2"], "float64", run_key="two")
+    assert_same(one, two, start_weights(root), loss=1e-9, moved=1e-9)
+
+
+def test_a_stage_without_an_adapter_is_named(tmp_path: Path) -> None:
+    root = workspace(tmp_path / "w", TIED, **{"train.lora.targets": ["layers.0.self_attn.q_proj"]})
+    with pytest.raises(AssertionError, match="leave pipeline stage 2 of 2 x 1 without an adapter"):
+        train(root, tiny.params(), PLANS["pp2"])
+
+
+def test_a_checkpoint_before_any_step_was_taken(lora: Path, tmp_path: Path) -> None:
+    run_ranks(1, claims.resume_after_an_overflow, str(lora), tiny.cpu_plan(1, 2, 2), str(tmp_path))

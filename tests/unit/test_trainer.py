@@ -25,6 +25,7 @@ from tasks.trainer.guards import check_finite, hold_as_worker, run_lock
 from tasks.trainer.loading import load_base
 from tasks.trainer.loop import collate
 from tasks.trainer.loss import TokenLossSum
+from tasks.trainer.loss_scale import LossScale
 from tasks.trainer.run_state import StepLog, StepRecord
 from tests import tiny
 
@@ -187,3 +188,26 @@ def test_numbers_that_are_none_stop_the_run() -> None:
     with pytest.raises(UserError, match="gradient norm=inf"):
         check_finite(1.0, math.inf, 3, "float32")
     check_finite(1.0, math.inf, 3, "float16")
+
+
+# --- float16 ------------------------------------------------------------------------------------
+
+
+def test_a_loss_scale_halves_doubles_and_gives_up() -> None:
+    scale = LossScale(enabled=True)
+    scale.update(finite=False)
+    assert scale.value == 2.0**15
+    for _ in range(2000):
+        scale.update(finite=True)
+    assert scale.value == 2.0**16
+    with pytest.raises(UserError, match="gradients overflow at every step"):
+        for _ in range(40):
+            scale.update(finite=False)
+    assert LossScale(enabled=False).value == 1.0
+
+
+def test_no_numbers_name_a_wider_precision_only_if_there_is_one() -> None:
+    with pytest.raises(UserError, match=r"step 3: .*use train.precision=float32$"):
+        check_finite(math.nan, 1.0, 3, "bfloat16")
+    with pytest.raises(UserError, match=r"lower train.learning_rate$"):
+        check_finite(math.inf, 1.0, 3, "float32")
