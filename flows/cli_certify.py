@@ -24,7 +24,7 @@ Tiny = Annotated[
 Family = Annotated[
     Literal["llama", "qwen2"] | None, typer.Option(help="With --tiny: one model instead of both.")
 ]
-Method = Annotated[Literal["full", "lora"] | None, typer.Option(help="With --tiny (default: full).")]
+Method = Annotated[Literal["full", "lora", "qlora"] | None, typer.Option(help="With --tiny (default: full).")]
 Device = Annotated[Literal["auto", "cpu"], typer.Option(help="cpu: although there are GPUs.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
 
@@ -40,7 +40,11 @@ def certify(  # noqa: PLR0913, PLR0917 - one argument an option
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Trains some steps under several plans and shows that they learn the same (code 1 if not)."""
+    """Trains some steps under several plans and shows that they learn the same (code 1 if not).
+
+    Plans: single, ddp2, fsdp2, dp2fsdp2, tp2, tp2sp (sequence parallel), pp2 (1f1b), pp2-gpipe, pp2-interleaved,
+    pp2-zerobubble, and products of these such as tp2pp2, dp2tp2, fsdp2pp2.
+    """
     if float64 and precision:
         raise UserError(f"--float64 and --precision={precision} are two precisions; leave one of them out")
     names = tuple(name.strip() for name in (plans or "").split(",") if name.strip())

@@ -23,7 +23,7 @@ def evaluate(params: Params, paths: Paths) -> EvalReport:
     split = Split.open(paths.prepared, "validation")
     rows = list(range(min(len(split), params.evaluate.max_rows or len(split))))
     shown = rows[: params.evaluate.samples]
-    both = _adapter if final.finetuning_type == "lora" else _two_models
+    both = _two_models if final.finetuning_type == "full" else _adapter
     (base, base_answers), (tuned, tuned_answers) = both(params.evaluate, paths, split, rows, shown)
     Samples(
         run_key=final.run_key,

@@ -118,7 +118,7 @@ class LoraParams(Section):
 
 
 class TrainParams(Section):
-    finetuning_type: Literal["lora", "full"]
+    finetuning_type: Literal["lora", "qlora", "full"]
     lora: LoraParams
     global_batch: Degree | Auto
     num_train_epochs: Positive

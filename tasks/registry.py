@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tasks.certificate import Certificate, markdown
-from tasks.contracts import DataManifest, EvalReport, Registration, TrainPerformance, TrainReport
+from tasks.contracts import (
+    METHOD_NAMES,
+    DataManifest,
+    EvalReport,
+    Registration,
+    TrainPerformance,
+    TrainReport,
+)
 from tasks.errors import UserError
 from tasks.params import Params, RegisterParams
 from tasks.paths import Paths
@@ -196,7 +203,8 @@ def description(
 ) -> str:
     """Markdown for the version's page in MLflow."""
     recipe = params.train
-    method = f"LoRA rank {recipe.lora.rank}" if recipe.finetuning_type == "lora" else "full tuning"
+    adapted = f"{METHOD_NAMES[recipe.finetuning_type]} rank {recipe.lora.rank}"
+    method = METHOD_NAMES["full"] if recipe.finetuning_type == "full" else adapted
     lines = [
         f"**{method} of {params.model.name_or_path}** on {manifest.source}: {trained.steps} steps, "
         f"{trained.tokens:,} tokens ({trained.target_tokens:,} learnt), global batch {params.global_batch}, "

@@ -21,7 +21,7 @@ def recipe(params: Params) -> dict[str, object]:
     said: dict[str, object] = {key: value for key, value in train.items() if key not in NOT_RECIPE}
     said["seed"] = params.seed
     said["global_batch"] = params.global_batch
-    if params.train.finetuning_type == "lora":
+    if params.train.finetuning_type != "full":
         said["lora"] = train["lora"]
     return said
 

@@ -16,7 +16,15 @@ from tasks.commands.certify_compare import TOLERANCES, compare, facts_of, refere
 from tasks.commands.certify_names import NotRun, Wanted, parse_name, plan_for
 from tasks.commands.certify_runs import Run, Subject, bench, forget, initial_weights, train_under
 from tasks.commands.certify_tiny import FAMILIES, Family, tiny_subjects
-from tasks.contracts import BaseModelRef, DataManifest, FinetuningType, HardwareProfile, Plan, Precision
+from tasks.contracts import (
+    METHOD_NAMES,
+    BaseModelRef,
+    DataManifest,
+    FinetuningType,
+    HardwareProfile,
+    Plan,
+    Precision,
+)
 from tasks.data.prepared import Split
 from tasks.errors import UserError
 from tasks.params import Params, read_params
@@ -96,7 +104,7 @@ def _workspace(device: Literal["auto", "cpu"]) -> tuple[Subject, HardwareProfile
     params = read_params(paths.params)
     manifest = DataManifest.read(paths.manifest)
     key = run_key(params, manifest, BaseModelRef.read(paths.base_ref))
-    method = "LoRA" if params.train.finetuning_type == "lora" else "full tuning"
+    method = METHOD_NAMES[params.train.finetuning_type]
     what = (
         f"{method} of {params.model.name_or_path} on {manifest.source} ({manifest.train.rows} rows), "
         f"global batch {params.global_batch}"

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 import tasks
 from tasks.commands.certify_runs import Subject
-from tasks.contracts import DataManifest, FinetuningType
+from tasks.contracts import METHOD_NAMES, DataManifest, FinetuningType
 from tasks.data.rows import Row
 from tasks.data.store import Prepared, content_hash, counts, histogram, write_split
 from tasks.data.templates import IGNORED, Encoded
@@ -44,6 +44,8 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Of which each of four ranks has columns that blocks of 64 fill.
+WIDER: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
 RECIPE: dict[str, Any] = {
     "seed": 7,
     "model.revision": None,
@@ -62,7 +64,7 @@ RECIPE: dict[str, Any] = {
     "train.precision": "float32",
     "train.communication_hook": "none",
 }
-RATES: dict[FinetuningType, float] = {"full": 3e-3, "lora": 1e-2}
+RATES: dict[FinetuningType, float] = {"full": 3e-3, "lora": 1e-2, "qlora": 1e-2}
 PLAN_KEYS = (
     "data_parallel_degree",
     "per_device_train_batch_size",
@@ -78,21 +80,25 @@ def tiny_subjects(root: Path, families: Sequence[Family], method: FinetuningType
 
 def _subject(root: Path, family: Family, method: FinetuningType) -> Subject:
     paths = Paths(root)
-    _write_model(root / "model", family)
+    shape = SHAPE | (WIDER if method == "qlora" else {})
+    _write_model(root / "model", family, shape)
     params = _params(root / "model", method)
     ensure_base(params.model, paths)
     _write_rows(paths, params.seed)
     tied = ", biases, tied embeddings" if family == "qwen2" else ""
-    tuning = "full tuning" if method == "full" else "LoRA rank 4 on all linear layers"
-    what = f"built-in tiny {family} (4 layers, width 64{tied}), {tuning}, {ROWS} rows, global batch {BATCH}"
+    tuning = METHOD_NAMES[method] + ("" if method == "full" else " rank 4 on all linear layers")
+    width = shape["hidden_size"]
+    what = (
+        f"built-in tiny {family} (4 layers, width {width}{tied}), {tuning}, {ROWS} rows, global batch {BATCH}"
+    )
     return Subject(family, what, params, paths)
 
 
-def _write_model(folder: Path, family: Family) -> None:
+def _write_model(folder: Path, family: Family, shape: dict[str, Any]) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **SHAPE, tie_word_embeddings=family == "qwen2")
+    config = AutoConfig.for_model(family, **shape, tie_word_embeddings=family == "qwen2")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RECIPE["seed"])
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -12,6 +12,7 @@ from tasks.stage import heartbeat, say
 
 # Largest difference of logits over the largest logit: folding an adapter into half-precision weights rounds them.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+NF4_ELSEWHERE = "BitsAndBytesConfig with load_in_4bit, bnb_4bit_quant_type=nf4, bnb_4bit_use_double_quant"
 
 
 def export(params: Params, paths: Paths, output: Path, merge: bool) -> Path:
@@ -32,7 +33,7 @@ def export(params: Params, paths: Paths, output: Path, merge: bool) -> Path:
 
         final = loading.read_final(paths)
         model, _ = loading.load_tuned(paths)
-    adapter_only = final.finetuning_type == "lora" and not merge
+    adapter_only = final.finetuning_type != "full" and not merge
     fresh = output.with_name(f".{output.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.parent.mkdir(parents=True, exist_ok=True)
@@ -43,8 +44,7 @@ def export(params: Params, paths: Paths, output: Path, merge: bool) -> Path:
             for ours in ("manifest.json", "train_report.json", "train_curves.csv"):
                 (fresh / ours).unlink()
         else:
-            merged = model.merge_and_unload() if final.finetuning_type == "lora" else model
-            merged.save_pretrained(fresh)
+            _merged(model, final.finetuning_type, loading.inference_dtype(paths.final)).save_pretrained(fresh)
         loading.save_tokenizer(paths, fresh)
     with heartbeat("opening the export again"):
         difference = float((_logits(_reopen(paths, fresh, adapter_only)) - expected).abs().max())
@@ -56,9 +56,21 @@ def export(params: Params, paths: Paths, output: Path, merge: bool) -> Path:
     if output.exists():
         output.rmdir()
     fresh.rename(output)
-    what = f"adapter for {final.base.name_or_path}" if adapter_only else "whole weights"
+    what = "whole weights"
+    if adapter_only:
+        held = f", held in 4 bits ({NF4_ELSEWHERE})" if final.finetuning_type == "qlora" else ""
+        what = f"adapter for {final.base.name_or_path}{held}"
     say(f"export: {what} in {output}; logits differ from the tuned model's by at most {difference:.1e}")
     return output
+
+
+def _merged(model, method, dtype):  # type: ignore[no-untyped-def]
+    """Whole weights; qlora's adapter is folded into the very numbers that it was trained on."""
+    from tasks.trainer.quantize import dequantize
+
+    if method == "qlora":
+        dequantize(model, dtype)
+    return model if method == "full" else model.merge_and_unload()
 
 
 def _reopen(paths: Paths, folder: Path, adapter_only: bool):  # type: ignore[no-untyped-def]
@@ -69,7 +81,8 @@ def _reopen(paths: Paths, folder: Path, adapter_only: bool):  # type: ignore[no-
 
     dtype = loading.inference_dtype(paths.final)
     if adapter_only:
-        model = PeftModel.from_pretrained(loading.load_base(paths, dtype), folder)
+        method = loading.read_final(paths).finetuning_type
+        model = PeftModel.from_pretrained(loading.load_base_of(method, paths, dtype), folder)
     else:
         trusted = loading.read_final(paths).base.trust_remote_code
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted)

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from tasks.errors import UserError
-from tasks.planner.problem import Pins
+from tasks.planner.problem import DEGREES, Pins
 
 SHORT = {
     "dp": "data_parallel",
@@ -15,6 +15,10 @@ SHORT = {
     "checkpointing": "activation_checkpointing",
     "sp": "sequence_parallel",
     "compile": "compiled",
+    # As params.yaml calls them.
+    **{long: name for name, long in DEGREES.items()},
+    "pipeline_schedule": "schedule",
+    "ddp_backend": "backend",
 }
 OPTIONS = {
     "data_parallel": "--dp",

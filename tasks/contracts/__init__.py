@@ -1,6 +1,14 @@
 """The nouns that stages hand to each other; import them from here."""
 
-from tasks.contracts.base import Contract, Count, Degree, FinetuningType, Precision, write_text
+from tasks.contracts.base import (
+    METHOD_NAMES,
+    Contract,
+    Count,
+    Degree,
+    FinetuningType,
+    Precision,
+    write_text,
+)
 from tasks.contracts.data import BaseModelRef, DataManifest, LengthBin, SplitCounts
 from tasks.contracts.hardware import Corrections, Fabric, Gpu, HardwareProfile, Link, Rates
 from tasks.contracts.planning import (
@@ -24,6 +32,7 @@ from tasks.contracts.training import (
 )
 
 __all__ = [
+    "METHOD_NAMES",
     "BaseModelRef",
     "Candidate",
     "CheckpointManifest",

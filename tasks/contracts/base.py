@@ -13,7 +13,8 @@ from tasks.errors import UserError
 
 # float64 is for proofs alone: no recipe may ask for it.
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
-FinetuningType = Literal["lora", "full"]
+FinetuningType = Literal["lora", "qlora", "full"]
+METHOD_NAMES: dict[FinetuningType, str] = {"lora": "LoRA", "qlora": "QLoRA", "full": "full tuning"}
 Degree = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 

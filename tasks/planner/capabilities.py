@@ -49,7 +49,7 @@ class Capabilities:
 TRAINABLE_NOW = Capabilities(
     shardings=frozenset({"none", "fsdp2"}),
     levels=("none", "selective", "full"),
-    methods=("full", "lora"),
+    methods=("full", "lora", "qlora"),
     tensor=True,
     pipeline=True,
     split_families=frozenset({"llama", "mistral", "qwen2", "qwen3"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tasks.contracts import Plan
+from tasks.planner.four_bit import qlora_is_cut_between_blocks
 from tasks.planner.ground import Ground, Rule, divisors, either, tensor_degrees, tensor_widths
 from tasks.planner.stages import rounds
 
@@ -20,6 +21,9 @@ def tp_divides(plan: Plan, ground: Ground) -> str | None:
             why = ", and keys are not copied to several ranks" if name == "num_key_value_heads" else ""
             use = either(tensor_degrees(ground.spec, ground.a_node))
             return f"tp={plan.tp} does not divide {name}={width}{why}; use tp={use}"
+    rows = -(-ground.spec.vocab // plan.tp)
+    if rows * (plan.tp - 1) >= ground.spec.vocab:
+        return f"tp={plan.tp} leaves a rank without any of vocab_size={ground.spec.vocab}; use fewer ranks"
     return None
 
 
@@ -48,18 +52,6 @@ def sequence_parallel(plan: Plan, ground: Ground) -> str | None:
     if plan.tp == 1:
         return (
             "sequence parallelism with tp=1 has no ranks to cut a row over; use tp=2 or more, or leave it out"
-        )
-    return None
-
-
-def qlora_is_whole(plan: Plan, ground: Ground) -> str | None:
-    if ground.work.method != "qlora":
-        return None
-    if plan.sharding == "zero3":
-        return "zero3 with qlora would shard packed 4-bit weights, which DeepSpeed cannot gather; use fsdp2, or lora"
-    if plan.tp > 1:
-        return (
-            f"tp={plan.tp} with qlora would cut packed 4-bit matrices by rows and columns; use fsdp2, or lora"
         )
     return None
 
@@ -255,13 +247,12 @@ def compiling_fits(plan: Plan, ground: Ground) -> str | None:
     return None
 
 
-TENSOR: tuple[Rule, ...] = (tp_divides, tp_within_a_node, sequence_parallel)
+TENSOR: tuple[Rule, ...] = (tp_divides, tp_within_a_node, sequence_parallel, qlora_is_cut_between_blocks)
 PIPELINE: tuple[Rule, ...] = (stages_have_layers, schedule_fits, zero_bubble_splits_the_backward_pass)
 LAYOUT: tuple[Rule, ...] = (
     world_is_there,
     batch_is_kept,
     engine_fits,
-    qlora_is_whole,
     offload_fits,
     one_process_replicates,
     device_fits,

@@ -15,7 +15,10 @@ StageSplit = Literal["even", "by_flops"]
 
 # NF4 keeps 4 bits a weight and a float32 scale a block of 64; double quantisation makes the scales 8 bits
 # and adds a float32 a block of 256 scales (QLoRA, arXiv:2305.14314, section 3): 0.5 + 1/64 + 4/(64 x 256).
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+NF4_BLOCK = 64
+NF4_BYTES = 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * 256)
+# Scales of a part of a matrix stay float32, since blocks of scales do not end where it does.
+NF4_CUT_BYTES = 0.5 + 4 / NF4_BLOCK
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,7 @@ ELASTANE = Software(
         "elementwise": (5.0, 1.0),
     },
 )
+ELASTANE_CUT = replace(ELASTANE, four_bit=NF4_CUT_BYTES)
 # Under DeepSpeed weights and gradients are in half precision, with float32 master weights and moments beside them
 # (ZeRO, arXiv:1910.02054, section 3.1); in float32 there is no second copy.
 DEEPSPEED = replace(
@@ -224,6 +228,8 @@ def software_of(plan: Plan, precision: Precision, software: Software) -> Softwar
     """What keeps the states of a plan: this project's own habits differ by engine, other trainers' do not."""
     if software is ELASTANE and plan.engine == "deepspeed":
         software = DEEPSPEED_FLOAT32 if precision == "float32" else DEEPSPEED
+    elif software is ELASTANE and plan.tp > 1:
+        software = ELASTANE_CUT
     return software.compiled if plan.compiled else software
 
 

@@ -18,6 +18,7 @@ from tasks.contracts import BaseModelRef, FinalManifest, FinetuningType, Precisi
 from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.trainer.base_model import weights_folder
+from tasks.trainer.quantize import quantize
 
 # PEFT still asks transformers by an attribute's old name; nothing a user could do about it.
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
@@ -36,6 +37,12 @@ def stored_precision(method: FinetuningType, precision: Precision) -> Precision:
     return "float32" if method == "full" and precision != "float64" else precision
 
 
+def loaded_dtype(method: FinetuningType, precision: Precision) -> torch.dtype | None:
+    """What the base is loaded as to be trained; None is as its file has it, which NF4 is made of."""
+    as_it_is = method == "qlora" and precision != "float64"
+    return None if as_it_is else DTYPES[stored_precision(method, precision)]
+
+
 def device() -> torch.device:
     """Where a single process works: the first visible GPU, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -49,8 +56,10 @@ def load_tokenizer(paths: Paths) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_base(paths: Paths, dtype: torch.dtype) -> PreTrainedModel:
-    """The base model on the CPU in `dtype`, dropout off so that no plan draws other masks than another."""
+def load_base(paths: Paths, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The base model on the CPU in `dtype` (None: its file's), dropout off so that no plan draws other masks than
+    another.
+    """
     ref = BaseModelRef.read(paths.base_ref)
     folder = weights_folder(ref, paths)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=ref.trust_remote_code)
@@ -58,8 +67,17 @@ def load_base(paths: Paths, dtype: torch.dtype) -> PreTrainedModel:
         if "dropout" in key or key in DROPOUT_KEYS:
             setattr(config, key, 0.0)
     return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, trust_remote_code=ref.trust_remote_code
+        folder, config=config, dtype=dtype or "auto", trust_remote_code=ref.trust_remote_code
     )
+
+
+def load_base_of(method: FinetuningType, paths: Paths, dtype: torch.dtype) -> PreTrainedModel:
+    """The base that adapters were trained on, to be used in `dtype`: for qlora the same NF4, on this device."""
+    if method != "qlora":
+        return load_base(paths, dtype)
+    base = load_base(paths, None)
+    quantize(base, dtype, device(), device())
+    return base
 
 
 def base_dtype() -> torch.dtype:
@@ -103,10 +121,10 @@ def load_tuned(paths: Paths, folder: Path | None = None) -> tuple[PreTrainedMode
     folder = folder or paths.final
     final = read_final(paths, folder)
     dtype = inference_dtype(folder)
-    if final.finetuning_type == "lora":
+    if final.finetuning_type != "full":
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(load_base(paths, dtype), folder)
+        model = PeftModel.from_pretrained(load_base_of(final.finetuning_type, paths, dtype), folder)
     else:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=final.base.trust_remote_code

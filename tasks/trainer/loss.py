@@ -59,7 +59,9 @@ class TokenLossSum(torch.nn.Module):
         self.plain_head = inner.config.model_type in PLAIN_HEADS and not own_code
         assert self.plain_head or (first and last and parts is None), "the plan's rules let a family pass"
         self.first, self.last = first, last
-        self.width, self.dtype = inner.config.hidden_size, inner.dtype
+        frozen = (weight.dtype for weight in inner.parameters() if not weight.requires_grad)
+        self.width = inner.config.hidden_size
+        self.dtype = next((dtype for dtype in frozen if dtype.is_floating_point), inner.dtype)
         self.loss_dtype = torch.float64 if precision == "float64" else torch.float32
         self._inner, self._parts, self._token_loss = [inner], parts, token_loss
         self._mixed = None if precision in ("float32", "float64") else DTYPES[precision]

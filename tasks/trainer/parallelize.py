@@ -24,8 +24,11 @@ from tasks.trainer.loss import TokenLossSum, token_loss
 from tasks.trainer.mesh import build_mesh, data_mesh
 from tasks.trainer.pieces import Piece, pieces_of
 from tasks.trainer.pipeline import Pipeline, copies, keep_stage, stages_of
+from tasks.trainer.quantize import quantize
 from tasks.trainer.recompute import checkpoint_activations
 from tasks.trainer.tensor_parallel import TensorParts, cut_over_ranks
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Parallelized:
 def parallelize(
     base: PreTrainedModel, train: TrainParams, plan: Plan, precision: Precision, seed: int
 ) -> Parallelized:
-    """Adapters -> stages -> tensor parallelism -> recomputing -> compiling -> loss -> FSDP2 or DDP.
+    """Adapters -> stages -> NF4 -> tensor parallelism -> recomputing -> compiling -> loss -> FSDP2 or DDP.
 
     Collective over the plan's ranks.
     """
@@ -64,6 +67,9 @@ def parallelize(
     pieces: list[Piece] = []
     for stage, (part, inner) in zip(stages, copies(model, base, len(stages)), strict=True):
         keep_stage(inner, stage, plan.pp * plan.virtual_stages)
+        if train.finetuning_type == "qlora":
+            place = local_device(plan)
+            quantize(inner, DTYPES[precision], place, place if plan.sharding == "none" else CPU)
         parts = None
         if mesh is not None and plan.tp > 1:
             parts = cut_over_ranks(part, inner, mesh.get_group("tp"), plan.sequence_parallel)
@@ -72,7 +78,14 @@ def parallelize(
             masters = train.finetuning_type == "full" and precision in ("bfloat16", "float16")
             shard(module, inner, data_mesh(mesh, plan), DTYPES[precision] if masters else None, plan.pp > 1)
         modules.append(module)
-        pieces += pieces_of(part, parts, tied, first_stage=stage == 0)
+        trained = list(pieces_of(part, parts, tied, first_stage=stage == 0))
+        if not trained:
+            raise UserError(
+                f"train.lora.targets={train.lora.targets} leave pipeline stage {stage + 1} of {plan.pp} x "
+                f"{plan.virtual_stages} without an adapter, so it has nothing to train; use all-linear, or "
+                "select_strategy.pipeline_parallel_degree=1"
+            )
+        pieces += trained
     pipeline = None
     if mesh is not None and plan.pp > 1:
         pipeline = Pipeline(modules, plan, mesh.get_group("pp"), local_device(plan))
@@ -201,7 +214,9 @@ def shard(
             fully_shard(last, mesh=mesh, reshard_after_forward=not piped, mp_policy=of_matrices)
     fully_shard(module, mesh=mesh)
     for sharded in module.modules():
-        if isinstance(sharded, FSDPModule):  # sums: a mean over 3 ranks is a third in float32, whatever the type
+        if isinstance(
+            sharded, FSDPModule
+        ):  # sums: a mean over 3 ranks is a third in float32, whatever the type
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)
 

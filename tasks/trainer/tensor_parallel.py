@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tasks.trainer import collectives
+from tasks.trainer.quantize import NF4Linear
 
 # transformers' words for what is cut. Whatever else its plans say is replicated.
 CUT_DIM = {"colwise": 0, "rowwise": 1}
@@ -119,12 +120,18 @@ def _cut_linear(module: nn.Module, name: str, dim: int, parts: TensorParts) -> N
         for adapter, layer in getattr(module, which).items():
             _cut_parameter(layer, "weight", f"{name}.{which}.{adapter}.weight", dim, parts)
         return
-    _cut_parameter(module, "weight", f"{name}.weight", dim, parts)
+    if isinstance(module, NF4Linear):
+        size = (module.out_features, module.in_features)[dim] // parts.group.size()
+        module.keep(dim, size * parts.group.rank(), size)
+    else:
+        _cut_parameter(module, "weight", f"{name}.weight", dim, parts)
     if module.bias is None:
         return
     if dim == 0:
         _cut_parameter(module, "bias", f"{name}.bias", 0, parts)
-    elif parts.group.rank() > 0:  # added once to the sum
+    elif parts.group.rank() > 0 and isinstance(module, NF4Linear):  # added once to the sum
+        module.bias = None
+    elif parts.group.rank() > 0:
         module.forward = lambda inputs: functional.linear(inputs, module.weight)
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.contracts import BaseModelRef, Contract, Plan, Resolved
+from tasks.contracts import BaseModelRef, Contract, Plan, Resolved, write_text
 from tasks.errors import USER_ERROR_EXIT_CODE, UserError
 from tasks.params import Params, read_params
 from tasks.paths import Paths
@@ -49,8 +49,9 @@ def main() -> None:
     try:
         train_rank(read_params(paths.params), paths, run, signals)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            (run / "user_error").write_text(str(error), encoding="utf-8")
+        # Mostly all ranks say the same; what one alone met is said where no other has spoken.
+        if os.environ.get("RANK", "0") == "0" or not (run / "user_error").exists():
+            write_text(run / "user_error", str(error))
         sys.exit(USER_ERROR_EXIT_CODE)
     finally:
         held.close()
@@ -91,7 +92,7 @@ def _train(
     from tasks.data.order import SampleOrder
     from tasks.data.prepared import Split
     from tasks.trainer.finish import finish
-    from tasks.trainer.loading import DTYPES, stored_precision
+    from tasks.trainer.loading import loaded_dtype
     from tasks.trainer.loop import Job, Lengths, train_loop
     from tasks.trainer.performance import GpuWatch, rank_performance
     from tasks.trainer.torch_engine import TorchEngine
@@ -104,7 +105,7 @@ def _train(
     precision, plan = order.resolved.precision, order.plan
     if me.rank == 0:
         say(f"training {steps} steps of {params.global_batch} samples in {precision}, plan {plan.name}")
-    base = _load_base(paths, DTYPES[stored_precision(params.train.finetuning_type, precision)], me)
+    base = _load_base(paths, loaded_dtype(params.train.finetuning_type, precision), me)
     engine = TorchEngine(base, params.train, plan, precision, steps, params.seed)
     job = Job(run, order.run_key, plan, precision, params.train, split, samples, steps, me.rank)
     tracker = Tracker(params, paths, order.run_key, plan) if me.rank == 0 else None
@@ -117,7 +118,7 @@ def _train(
     engine.close()
 
 
-def _load_base(paths: Paths, dtype: torch.dtype, me: Rank) -> PreTrainedModel:
+def _load_base(paths: Paths, dtype: torch.dtype | None, me: Rank) -> PreTrainedModel:
     """The base. Ranks that run its own code wait for rank 0, which copies that to where all import it from."""
     import torch.distributed as dist
 

@@ -131,7 +131,7 @@ def test_only_a_familys_own_class_has_a_plain_head() -> None:
     )
     for kind, plain in ((LlamaForCausalLM, True), (Scaled, False)):
         model = kind(config)
-        assert TokenLossSum(model, model).plain_head is plain
+        assert TokenLossSum(model, model, "float32").plain_head is plain
 
 
 # --- hub ids ------------------------------------------------------------------------------------

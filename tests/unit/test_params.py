@@ -37,7 +37,7 @@ def test_the_shipped_file_is_valid() -> None:
         ("select_strategy.pipeline_schedule", "1F1B", ["pipeline_schedule='1F1B'", "'1f1b'"]),
         ("select_strategy.communication_hook", "fp16", ["train.communication_hook"]),
         ("train.communication_hook", None, ["train.communication_hook=None", "'none', 'fp16', 'bf16'"]),
-        ("train.finetuning_type", "qlora", ["'qlora'", "'lora' or 'full'"]),
+        ("train.finetuning_type", "dora", ["'dora'", "'lora', 'qlora' or 'full'"]),
         ("prepare_data.validation_fraction", 1.0, ["validation_fraction=1.0", "less than 1"]),
         ("select_strategy.data_parallel_degree", 3, ["data_parallel_degree=3", "global_batch=16"]),
         ("train.learnin_rate", 1, ["unknown key train.learnin_rate=1", "did you mean learning_rate"]),

@@ -83,3 +83,8 @@ def test_a_workspace_knows_its_steps_and_so_whether_compiling_pays(tmp_path):
         Question(hardware="8xA100-40G", batch=1024), (params(train={"token_budget": 200_000}), paths)
     )
     assert short.problem.steps == 1 and not short.report.chosen.plan.compiled
+
+
+def test_pins_may_be_called_as_in_params_yaml() -> None:
+    words = ["tensor_parallel_degree=2", "pipeline_parallel_degree=4", "pipeline_schedule=gpipe"]
+    assert parse_pins(words) == parse_pins(["tp=2", "pp=4", "schedule=gpipe"])

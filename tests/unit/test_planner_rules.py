@@ -72,6 +72,11 @@ def of_layers(plan, spec, work: Workload) -> Iterator[tuple[bool, str]]:
         yield width % plan.tp == 0, "tp divides"
     if spec.moe is not None:
         yield spec.moe.ffn % plan.tp == 0 and spec.moe.shared_ffn % plan.tp == 0, "tp divides experts"
+    if work.method == "qlora" and plan.tp > 1:
+        for part in (spec.heads * spec.head_dim // plan.tp, spec.ffn // plan.tp):
+            yield part % 64 == 0, "columns end with a block"
+        for part in (spec.kv_heads * spec.head_dim, spec.ffn, spec.heads * spec.head_dim):
+            yield part // plan.tp * spec.hidden % 64 == 0, "rows end with a block"
     yield plan.tp > 1 or not plan.sequence_parallel, "sequence parallel needs tp"
     yield plan.pp * plan.virtual_stages <= spec.layers, "a layer a chunk"
     yield (plan.pp == 1) == (plan.schedule == "none"), "schedule only with stages"
@@ -101,8 +106,8 @@ def of_engine(plan, work: Workload) -> Iterator[tuple[bool, str]]:
     yield plan.offload == "none" or plan.sharding in ("zero2", "zero3"), "offload needs ZeRO"
     yield plan.offload != "nvme" or plan.sharding == "zero3", "NVMe needs zero3"
     yield plan.offload_parameters == "none" or plan.sharding == "zero3", "offloaded weights need zero3"
-    whole = plan.sharding != "zero3" and plan.tp == 1
-    yield work.method != "qlora" or whole, "qlora is whole or fsdp2"
+    whole = plan.sharding != "zero3" and (plan.tp == 1 or plan.engine == "torch")
+    yield work.method != "qlora" or whole, "DeepSpeed leaves 4 bits whole"
     yield plan.replication == "ddp", "nn.DataParallel only on demand"
     alone = plan.sharding == "none" and plan.tp == plan.pp == 1
     yield work.communication_hook == "none" or alone, "a hook is of DDP"

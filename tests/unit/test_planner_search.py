@@ -205,7 +205,7 @@ def test_a_rejection_says_the_term_the_excess_and_what_fits():
     assert re.fullmatch(
         r"needs [\d.]+ GiB of 21\.6 GiB in training, [\d.]+ GiB too much \(weights [\d.]+, activations [\d.]+, .*\); "
         r"fits as single, micro-batch \d+ x accumulation \d+, activation_checkpointing=selective; "
-        r"this plan itself would fit at prepare_data\.max_length=1024",
+        r"this plan itself would fit with qlora, or at prepare_data\.max_length=1024",
         widest.rejected,
     )
 
