@@ -74,7 +74,7 @@ def write_model(
         family,
         vocab_size=len(SPECIALS) + 256,
         hidden_size=hidden,
-        intermediate_size=2 * hidden,
+        **({} if family == "bloom" else {"intermediate_size": 2 * hidden}),
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

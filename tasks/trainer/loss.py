@@ -10,12 +10,13 @@ from transformers import PreTrainedModel
 
 from tasks.contracts import Precision
 from tasks.trainer import collectives
+from tasks.trainer.families import FAMILIES
 from tasks.trainer.loading import DTYPES
 from tasks.trainer.tensor_parallel import TensorParts
 
 # Families whose logits are the output embedding of the decoder's last state and nothing more. Only they can be cut
 # over ranks or stages (`split_families` of tasks/planner/capabilities.py is the same set).
-PLAIN_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+PLAIN_HEADS = frozenset(FAMILIES)
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

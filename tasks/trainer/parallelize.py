@@ -206,7 +206,7 @@ def shard(
         if early and (others := _with_own_weights_but_linear(layer)):
             fully_shard(others, mesh=mesh, reshard_after_forward=False)
         fully_shard(layer, mesh=mesh, reshard_after_forward=not piped, mp_policy=of_matrices)
-    first, last = base.get_decoder().embed_tokens, base.get_output_embeddings()
+    first, last = base.get_input_embeddings(), base.get_output_embeddings()
     if getattr(first, "weight", None) is not getattr(last, "weight", None):
         if next(first.parameters(), None) is not None:
             fully_shard(first, mesh=mesh, reshard_after_forward=not piped)
@@ -214,9 +214,8 @@ def shard(
             fully_shard(last, mesh=mesh, reshard_after_forward=not piped, mp_policy=of_matrices)
     fully_shard(module, mesh=mesh)
     for sharded in module.modules():
-        if isinstance(
-            sharded, FSDPModule
-        ):  # sums: a mean over 3 ranks is a third in float32, whatever the type
+        # Sums: a mean over 3 ranks would be a third in float32, whatever the type.
+        if isinstance(sharded, FSDPModule):
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)
 

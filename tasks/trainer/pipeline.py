@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from tasks.contracts import Plan
 from tasks.planner.stages import layers_of_stages
 from tasks.trainer.engine import Batch
+from tasks.trainer.families import family_of, layers_of
 from tasks.trainer.loss import TokenLossSum
 
 ONE_CHUNK = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -31,8 +32,12 @@ MANY_CHUNKS = {"interleaved1f1b": ScheduleInterleaved1F1B, "zerobubble": Schedul
 class Passed(nn.Module):
     """Stands where another stage's layer is, so that the layers here keep their numbers and names."""
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states
+    def __init__(self, bundled: bool) -> None:
+        super().__init__()
+        self._bundled = bundled  # such a layer returns a tuple
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states,) if self._bundled else hidden_states
 
 
 def stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -65,22 +70,23 @@ def copies(model: nn.Module, base: nn.Module, count: int) -> list[tuple[nn.Modul
 
 def keep_stage(base: PreTrainedModel, stage: int, stages: int) -> None:
     """Leaves of `base`, in place, what stage number `stage` of `stages` computes."""
-    decoder = base.get_decoder()
-    kept = layer_range(len(decoder.layers), stage, stages)
-    for number in range(len(decoder.layers)):
+    decoder, family, layers = base.get_decoder(), family_of(base), layers_of(base)
+    kept = layer_range(len(layers), stage, stages)
+    for number in range(len(layers)):
         if number not in kept:
-            decoder.layers[number] = Passed()
+            layers[number] = Passed(family.bundled)
     head = base.get_output_embeddings()
     if stage < stages - 1:
-        decoder.norm = nn.Identity()
+        setattr(decoder, family.norm, nn.Identity())
         base.set_output_embeddings(nn.Identity())
     if stage > 0:
-        tied = getattr(head, "weight", None) is decoder.embed_tokens.weight
+        tied = getattr(head, "weight", None) is getattr(decoder, family.table).weight
         if tied and stage == stages - 1:
             # The copy of a tied table. The engine keeps the two alike by summing their gradients.
             own = head.get_base_layer() if isinstance(head, LoraLayer) else head
             own.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-        decoder.embed_tokens = nn.Identity()
+        for name in (family.table, *family.before):
+            setattr(decoder, name, nn.Identity())
 
 
 class Pipeline:

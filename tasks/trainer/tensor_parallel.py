@@ -9,7 +9,7 @@ same sum completes both.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tasks.trainer import collectives
+from tasks.trainer.families import Family, family_of, layers_of
 from tasks.trainer.quantize import NF4Linear
 
 # transformers' words for what is cut. Whatever else its plans say is replicated.
@@ -77,36 +78,39 @@ def cut_over_ranks(
     """
     parts = TensorParts(group, sequence)
     names = {module: name for name, module in model.named_modules()}
-    decoder = base.get_decoder()
+    decoder, family = base.get_decoder(), family_of(base)
+    plan = family.plan or base.config.base_model_tp_plan
     regions = []
     for path, module in decoder.named_modules():
-        style = _style(decoder, path)
+        style = _style(plan, path)
         if style is None:
             continue
         _cut_linear(module, names[module], CUT_DIM[style], parts)
         if style == "rowwise":
             region = decoder.get_submodule(path.rpartition(".")[0])
             regions.append(names[region])
+            _cut_heads(region, base.config.num_attention_heads, family, parts)
             region.register_forward_pre_hook(_enter(parts), with_kwargs=True)
             module.register_forward_hook(_leave(parts))
     head = base.get_output_embeddings()
     if isinstance(head, LoraLayer):
         regions.append(names[head])
-    outside = f"{names[decoder.embed_tokens]}." if decoder.embed_tokens in names else None
+    before = [getattr(decoder, name) for name in (family.table, *family.before)]
+    outside = tuple(f"{names[module]}." for module in before if module in names)
     if sequence:
-        _slice_tokens(decoder, parts)
+        _slice_tokens(base, parts)
     _cut_vocabulary(base, names, parts)
     for name, weight in model.named_parameters():
         replicated = weight.requires_grad and name not in parts.cuts
         inside = any(name.startswith(f"{region}.") for region in regions)
-        if replicated and (inside or (sequence and not (outside and name.startswith(outside)))):
+        if replicated and (inside or (sequence and not name.startswith(outside))):
             parts.summed.add(name)
     return parts
 
 
-def _style(decoder: nn.Module, path: str) -> str | None:
+def _style(plan: Mapping[str, str], path: str) -> str | None:
     """colwise, rowwise, or None: the entry of the family's plan that a module of the decoder matches."""
-    for pattern, style in (decoder.config.base_model_tp_plan or {}).items():
+    for pattern, style in plan.items():
         if style in CUT_DIM and fnmatch.fnmatchcase(path, pattern):
             return style
     return None
@@ -161,9 +165,26 @@ def _leave(parts: TensorParts) -> Callable[..., torch.Tensor]:
     return lambda module, args, output: leave(output, parts.group)
 
 
-def _slice_tokens(decoder: nn.Module, parts: TensorParts) -> None:
+def _cut_heads(region: nn.Module, heads: int, family: Family, parts: TensorParts) -> None:
+    """Tells an attention module that counts its heads how many are here, and gives it what belongs to them."""
+    if family.heads is None or not hasattr(region, family.heads):
+        return
+    here = heads // parts.group.size()
+    setattr(region, family.heads, here)
+
+    def own(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        for name in family.by_head:
+            whole = kwargs[name].unflatten(0, (-1, heads))
+            kwargs[name] = whole.narrow(1, here * parts.group.rank(), here).flatten(0, 1)
+        return args, kwargs
+
+    region.register_forward_pre_hook(own, with_kwargs=True)
+
+
+def _slice_tokens(base: PreTrainedModel, parts: TensorParts) -> None:
     """All tokens go into the first of these layers and come out after the last (of a stage: its own)."""
-    layers = [layer for layer in decoder.layers if next(layer.parameters(), None) is not None]
+    layers = [layer for layer in layers_of(base) if next(layer.parameters(), None) is not None]
+    norm = getattr(base.get_decoder(), family_of(base).norm)
 
     def first(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (collectives.whole_to_slice(args[0], parts.group), *args[1:])
@@ -171,20 +192,20 @@ def _slice_tokens(decoder: nn.Module, parts: TensorParts) -> None:
     layers[0].register_forward_pre_hook(first)
     # The last norm still works on slices. What follows, head or next stage, is given all tokens; the head's own
     # columns make partial gradients, which are summed here.
-    normed = next(decoder.norm.parameters(), None) is not None
+    normed = next(norm.parameters(), None) is not None
     back = collectives.slice_to_parts if normed else collectives.slice_to_whole
-    decoder.norm.register_forward_hook(lambda module, args, output: back(output, parts.group))
+    norm.register_forward_hook(lambda module, args, output: back(output, parts.group))
 
 
 def _cut_vocabulary(base: PreTrainedModel, names: dict[nn.Module, str], parts: TensorParts) -> None:
     """Embedding table by rows, head by columns of its output; a tied pair stays one parameter."""
-    decoder, head = base.get_decoder(), base.get_output_embeddings()
-    table = decoder.embed_tokens
+    decoder, head, family = base.get_decoder(), base.get_output_embeddings(), family_of(base)
+    table = getattr(decoder, family.table)
     tied = isinstance(table, nn.Embedding) and isinstance(head, nn.Linear) and table.weight is head.weight
     if isinstance(table, nn.Embedding):  # one with adapters stays whole on every rank
         name = f"{names[table]}.weight"
         _cut_parameter(table, "weight", name, 0, parts)
-        decoder.embed_tokens = VocabularyEmbedding(table, parts.cuts[name].start, parts.group)
+        setattr(decoder, family.table, VocabularyEmbedding(table, parts.cuts[name].start, parts.group))
     if tied:
         head.weight = table.weight
         parts.cuts[f"{names[head]}.weight"] = parts.cuts[f"{names[table]}.weight"]

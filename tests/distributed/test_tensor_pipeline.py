@@ -33,18 +33,23 @@ PLANS = {
     "tp2pp2v2-zerobubble": tiny.cpu_plan(1, 2, 4, tp=2, pp=2, schedule="zerobubble", virtual_stages=2),
 }
 FULL_ALONE = {name for name, plan in PLANS.items() if plan.schedule == "zerobubble"}
+# transformers' BLOOM takes the softmax of attention in float32 always: DDP2 differs by 1e-11 and 2e-6 there.
+FLOAT32_INSIDE = (1e-8, 1e-5)
 # A head that is the embedding, and biases; a group norm of query and key in qwen3.
 MODELS = {
     "llama": {"family": "llama", "layers": 4},
     "qwen2": {"family": "qwen2", "layers": 4, "tied": True},
     "qwen3": {"family": "qwen3", "layers": 4},
     "mistral": {"family": "mistral", "layers": 4},
+    "bloom": {"family": "bloom", "layers": 4, "tied": True},
 }
 QUICK = {
     ("llama", "full"): ("tp2", "pp2", "pp2-gpipe", "pp2v2", "tp2sppp2", "dp2tp2", "dp2pp2"),
     ("llama", "lora"): ("tp2sp", "pp2", "fsdp2tp2sp", "dp2pp2"),
     ("qwen2", "full"): ("tp2sp", "pp2v2-zerobubble", "fsdp2pp2v2", "tp2sppp2"),
     ("qwen2", "lora"): ("tp2", "pp2v2", "dp2tp2"),
+    ("bloom", "full"): ("tp2sp", "pp2"),
+    ("bloom", "lora"): ("tp2sppp2",),
 }
 CASES = [
     pytest.param(
@@ -89,7 +94,8 @@ def test_equals_one_process(
     """In float64, where sums in another order differ by 1e-13 and a wrong factor by 1."""
     root, one = reference[case]
     other = train(root, tiny.params(), PLANS[name], "float64", run_key=name)
-    assert_same(one, other, start_weights(root), loss=1e-9, moved=1e-9)
+    loss, moved = FLOAT32_INSIDE if case[0] == "bloom" else (1e-9, 1e-9)
+    assert_same(one, other, start_weights(root), loss=loss, moved=moved)
 
 
 @pytest.mark.parametrize("name", ["tp2sp", "pp2", "tp2sppp2"])

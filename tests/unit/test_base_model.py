@@ -176,3 +176,10 @@ def test_a_hub_id_stays_at_its_commit_and_brings_code_only_when_trusted(own: Pat
         assert trusting.commit == first
         assert CODE.keys() <= served.fetched
         assert CODE.keys() <= {file.name for file in Paths(tmp_path / "w").base.iterdir()}
+
+
+def test_the_planner_cuts_the_families_that_the_trainer_can() -> None:
+    from tasks.planner.capabilities import TRAINABLE_NOW
+    from tasks.trainer.families import FAMILIES
+
+    assert TRAINABLE_NOW.split_families == set(FAMILIES)

@@ -1,0 +1,64 @@
+"""The families whose layers can be cut over ranks and stages: what their modules are called and how they are cut.
+
+A family needs one entry: where its decoder keeps layers, embedding table and last norm, and which linear layers are
+cut by their outputs (colwise) or inputs (rowwise). transformers has that plan for most; where it has none, it is here.
+A matrix must be cut in one piece a rank: rows of one head stay together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names in the decoder, and what differs from LLaMA.
+
+    `plan`: pattern of a linear layer's path -> colwise or rowwise; None takes transformers' own. `before`: modules
+    between embedding and layers. `heads`: the attribute of an attention module that counts its heads, if its forward
+    pass reads one. `by_head`: keyword arguments of attention with rows x heads entries in their first dim.
+    `bundled`: a layer returns a tuple.
+    """
+
+    layers: str = "layers"
+    table: str = "embed_tokens"
+    norm: str = "norm"
+    before: tuple[str, ...] = ()
+    plan: Mapping[str, str] | None = None
+    heads: str | None = None
+    by_head: tuple[str, ...] = ()
+    bundled: bool = False
+
+
+LLAMA = Family()
+# ALiBi instead of rotations; query, key and value of a head lie together in one matrix (arXiv:2211.05100).
+BLOOM = Family(
+    layers="h",
+    table="word_embeddings",
+    norm="ln_f",
+    before=("word_embeddings_layernorm",),
+    plan={
+        "h.*.self_attention.query_key_value": "colwise",
+        "h.*.self_attention.dense": "rowwise",
+        "h.*.mlp.dense_h_to_4h": "colwise",
+        "h.*.mlp.dense_4h_to_h": "rowwise",
+    },
+    heads="num_heads",
+    by_head=("alibi",),
+    bundled=True,
+)
+FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "bloom": BLOOM}
+
+
+def family_of(base: PreTrainedModel) -> Family:
+    """LLAMA's names stand in for those of a family that is not cut."""
+    return FAMILIES.get(base.config.model_type, LLAMA)
+
+
+def layers_of(base: PreTrainedModel) -> nn.ModuleList:
+    layers: nn.ModuleList = getattr(base.get_decoder(), family_of(base).layers)
+    return layers
