@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import shutil
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tasks.contracts import Plan, Precision, Resolved, TrainReport
 from tasks.params import Params
@@ -18,6 +20,7 @@ from tasks.trainer.run_state import StepLog, StepRecord
 
 PRELOAD = ["torch", "transformers", "peft", "pyarrow", "tasks.trainer.loop", "tasks.trainer.torch_engine"]
 TIMEOUT_SECONDS = 240
+GRACE_SECONDS = 5  # in which the others may say what they met
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,25 @@ def run_ranks(world: int, work: Callable[..., None], *arguments: object, code: i
     ]
     for rank in ranks:
         rank.start()
-    for rank in ranks:
-        rank.join(TIMEOUT_SECONDS)
-        if rank.is_alive():
-            rank.kill()
+    _wait(ranks, code)
     said = []
     while not errors.empty():
         said.append(errors.get())
     codes = [rank.exitcode for rank in ranks]
     assert codes == [code] * world, f"exit codes {codes}\n{''.join(said)}"
+
+
+def _wait(ranks: list[Any], code: int) -> None:
+    """Until all have ended; one that failed may leave others waiting for it, which are killed as torchrun would."""
+    end = time.monotonic() + TIMEOUT_SECONDS
+    while any(rank.is_alive() for rank in ranks) and time.monotonic() < end:
+        if any(rank.exitcode not in (None, code) for rank in ranks):
+            end = min(end, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.02)
+    for rank in ranks:
+        if rank.is_alive():
+            rank.kill()
+        rank.join()
 
 
 def _train_rank(root: str, run_key: str, stop_at: int | None) -> None:
