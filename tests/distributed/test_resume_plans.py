@@ -69,7 +69,7 @@ def recipe(root: Path, method: str, epochs: int) -> Path:
     ("method", "visits"),
     [
         ("full", ["pp2", "fsdp4", "tp2pp2", "single", "tp2", "ddp2"]),
-        ("lora", ["fsdp4", "tp2", "pp2", "ddp2", "tp2pp2", "single"]),
+        pytest.param("lora", ["fsdp4", "tp2", "pp2", "ddp2", "tp2pp2", "single"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_is_the_same_through_every_plan(method: str, visits: list[str], tmp_path: Path) -> None:

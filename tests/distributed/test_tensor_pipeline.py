@@ -98,7 +98,10 @@ def test_equals_one_process(
     assert_same(one, other, start_weights(root), loss=loss, moved=moved)
 
 
-@pytest.mark.parametrize("name", ["tp2sp", "pp2", "tp2sppp2"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("tp2sp", marks=pytest.mark.slow), pytest.param("pp2", marks=pytest.mark.slow), "tp2sppp2"],
+)
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_in_float32_too(method: str, name: str, request: pytest.FixtureRequest) -> None:
     """Within float32's own tolerance, and with every layer recomputed in the backward pass."""
