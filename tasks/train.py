@@ -199,13 +199,10 @@ def _restore_reports(paths: Paths, run: Path) -> None:
     _copy(paths.final / "train_report.json", paths.train_report)
     _copy(paths.final / "train_curves.csv", paths.curves)
     measured = run / "finished" / "train_performance.json"
-    if measured.is_file():
+    if _timed(measured, run.name):
         _copy(measured, paths.train_performance)
         return
-    if (
-        paths.train_performance.is_file()
-        and TrainPerformance.read(paths.train_performance).run_key == run.name
-    ):
+    if _timed(paths.train_performance, run.name):
         return
     TrainPerformance(
         run_key=run.name,
@@ -219,6 +216,14 @@ def _restore_reports(paths: Paths, run: Path) -> None:
         ranks=(),
         advice="This model was trained elsewhere; nothing was timed here.",
     ).write(paths.train_performance)
+
+
+def _timed(file: Path, run_key: str) -> bool:
+    """Whether a performance report is there, of this run, and not of an earlier version that told other things."""
+    try:
+        return TrainPerformance.read(file).run_key == run_key
+    except UserError:
+        return False
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -19,6 +19,7 @@ from tasks.data.prepared import Split
 from tasks.errors import UserError
 from tasks.params import ModelParams
 from tasks.paths import Paths
+from tasks.train import _timed
 from tasks.trainer.base_model import ensure_base, find_source, weights_folder
 from tasks.trainer.checkpoint import complete_checkpoints
 from tasks.trainer.guards import check_finite, hold_as_worker, run_lock
@@ -211,3 +212,10 @@ def test_no_numbers_name_a_wider_precision_only_if_there_is_one() -> None:
         check_finite(math.nan, 1.0, 3, "bfloat16")
     with pytest.raises(UserError, match=r"lower train.learning_rate$"):
         check_finite(math.inf, 1.0, 3, "float32")
+
+
+def test_a_performance_report_of_an_earlier_version_counts_as_none(tmp_path: Path) -> None:
+    file = tmp_path / "train_performance.json"
+    assert not _timed(file, "key")
+    file.write_text('{"run_key": "key", "ranks": [{"rank": 0, "compute": 0.9}]}')
+    assert not _timed(file, "key")
