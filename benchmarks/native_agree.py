@@ -6,7 +6,6 @@ Started by torchrun: `python -m benchmarks.native_agree REQUEST.json RESULT.json
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,7 +20,7 @@ from tasks.contracts import Contract
 from tasks.stage import die_with_parent
 from tasks.trainer.engine import Batch
 from tasks.trainer.loading import DTYPES, stored_precision
-from tasks.trainer.mesh import data_rank
+from tasks.trainer.mesh import data_rank, joined
 from tasks.trainer.parallelize import local_device
 from tasks.trainer.torch_engine import TorchEngine
 from tasks.trainer.trial import TrialRequest
@@ -87,17 +86,10 @@ def train(request: TrialRequest) -> Told:
 def main(arguments: Sequence[str]) -> None:
     die_with_parent()
     request = TrialRequest.read(Path(arguments[0]))
-    if request.plan.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.backends.cuda.matmul.allow_tf32 = False
-    backend = "cpu:gloo,cuda:nccl" if request.plan.backend == "nccl" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=3))
-    try:
+    with joined(request.plan, timedelta(minutes=3)):
         told = train(request)
         if dist.get_rank() == 0:
             told.write(Path(arguments[1]))
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -54,6 +57,26 @@ def data_rank(plan: Plan, rank: int) -> int:
     """Which of the plan's `data_parallel` shares of a step a rank works on; ranks of one model copy have the same."""
     place = layout(plan).coordinate(rank)
     return place["dp_replicate"] * plan.dp_shard + place["dp_shard"]
+
+
+@contextmanager
+def joined(plan: Plan, timeout: timedelta) -> Iterator[None]:
+    """Inside, this process is a rank of torchrun's group, on its own GPU if the plan has GPUs.
+
+    Args:
+        timeout: the longest that a rank waits for the others in a collective.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if plan.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    dist.init_process_group("cpu:gloo,cuda:nccl" if plan.backend == "nccl" else "gloo", timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def build_mesh(plan: Plan) -> DeviceMesh | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from tasks.contracts import Contract, Plan, Precision
 from tasks.params import TrainParams
 from tasks.stage import die_with_parent
+from tasks.trainer.mesh import joined
 
 if TYPE_CHECKING:
     import torch
@@ -122,21 +123,11 @@ def _batch(rows: int, length: int, vocab: int) -> Batch:
 def main(arguments: Sequence[str]) -> None:
     """Joins torchrun's group, runs the trial, and lets rank 0 write the result."""
     die_with_parent()
-    import torch
-    import torch.distributed as dist
-
     request = TrialRequest.read(Path(arguments[0]))
-    if request.plan.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.backends.cuda.matmul.allow_tf32 = False
-    backend = "cpu:gloo,cuda:nccl" if request.plan.backend == "nccl" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
-    try:
+    with joined(request.plan, timedelta(minutes=5)):
         result = run_trial(request)
-        if dist.get_rank() == 0:
+        if os.environ["RANK"] == "0":
             result.write(Path(arguments[1]))
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from tasks.params import Params, read_params
 from tasks.paths import Paths
 from tasks.stage import die_with_parent, heartbeat, say
 from tasks.trainer.guards import StopSignals, hold_as_worker
+from tasks.trainer.mesh import joined
 
 if TYPE_CHECKING:
     import torch
@@ -66,18 +67,8 @@ def train_rank(params: Params, paths: Paths, run: Path, signals: StopSignals) ->
             _import_libraries()
     else:
         _import_libraries()
-    import torch
-    import torch.distributed as dist
-
-    if order.plan.device == "cuda":
-        torch.cuda.set_device(me.local_rank)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    backend = "cpu:gloo,cuda:nccl" if order.plan.backend == "nccl" else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    try:
+    with joined(order.plan, COLLECTIVE_TIMEOUT):
         _train(params, paths, run, order, me, signals)
-    finally:
-        dist.destroy_process_group()
 
 
 def _import_libraries() -> None:

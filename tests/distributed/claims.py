@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from tasks.contracts import Plan, Precision
 from tasks.params import read_params
 from tasks.paths import Paths
+from tasks.trainer.pieces import local
 
 if TYPE_CHECKING:
     from tasks.trainer.engine import Batch, StepResult
@@ -25,10 +26,6 @@ SMALL_SCALE = 2.0**10  # from which nothing overflows by itself here
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor put together on every rank (collective), or the tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _join(plan: Plan) -> None:
