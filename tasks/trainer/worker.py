@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,13 +32,6 @@ class WorkerOrder(Contract):
     starts: int
 
 
-@dataclass(frozen=True)
-class Rank:
-    rank: int
-    local_rank: int
-    world_size: int
-
-
 def main() -> None:
     """Trains this rank's part; a user's mistake ends with code 2 and its sentence in the run folder."""
     die_with_parent()
@@ -59,16 +51,16 @@ def main() -> None:
 
 
 def train_rank(params: Params, paths: Paths, run: Path, signals: StopSignals) -> None:
-    """Sets up the process group, trains, exports. Needs torchrun's RANK, LOCAL_RANK and WORLD_SIZE."""
-    me = Rank(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
+    """Sets up the process group, trains, exports. Needs torchrun's variables."""
+    rank = int(os.environ["RANK"])
     order = WorkerOrder.read(run / "order.json")
-    if me.rank == 0:
+    if rank == 0:
         with heartbeat("loading torch and transformers"):
             _import_libraries()
     else:
         _import_libraries()
     with joined(order.plan, COLLECTIVE_TIMEOUT):
-        _train(params, paths, run, order, me, signals)
+        _train(params, paths, run, order, rank, signals)
 
 
 def _import_libraries() -> None:
@@ -78,7 +70,7 @@ def _import_libraries() -> None:
 
 
 def _train(
-    params: Params, paths: Paths, run: Path, order: WorkerOrder, me: Rank, signals: StopSignals
+    params: Params, paths: Paths, run: Path, order: WorkerOrder, rank: int, signals: StopSignals
 ) -> None:
     from tasks.data.order import SampleOrder
     from tasks.data.prepared import Split
@@ -94,32 +86,32 @@ def _train(
     samples = SampleOrder(len(split), params.global_batch, params.seed)
     steps = samples.steps(params.train.num_train_epochs, lengths.tokens, order.resolved.token_budget)
     precision, plan = order.resolved.precision, order.plan
-    if me.rank == 0:
+    if rank == 0:
         say(f"training {steps} steps of {params.global_batch} samples in {precision}, plan {plan.name}")
-    base = _load_base(paths, loaded_dtype(params.train.finetuning_type, precision), me)
+    base = _load_base(paths, loaded_dtype(params.train.finetuning_type, precision), rank)
     engine = TorchEngine(base, params.train, plan, precision, steps, params.seed)
-    job = Job(run, order.run_key, plan, precision, params.train, split, samples, steps, me.rank)
-    tracker = Tracker(params, paths, order.run_key, plan) if me.rank == 0 else None
+    job = Job(run, order.run_key, plan, precision, params.train, split, samples, steps, rank)
+    tracker = Tracker(params, paths, order.run_key, plan) if rank == 0 else None
     gpu = GpuWatch(plan)
     watch = train_loop(engine, job, lengths, signals, tracker)
-    mine = rank_performance(me.rank, plan, watch, engine.clock(), gpu.mean())
+    mine = rank_performance(rank, plan, watch, engine.clock(), gpu.mean())
     finish(engine, job, paths, mine, order.starts)
     if tracker:
         tracker.close()
     engine.close()
 
 
-def _load_base(paths: Paths, dtype: torch.dtype | None, me: Rank) -> PreTrainedModel:
+def _load_base(paths: Paths, dtype: torch.dtype | None, rank: int) -> PreTrainedModel:
     """The base. Ranks that run its own code wait for rank 0, which copies that to where all import it from."""
     import torch.distributed as dist
 
     from tasks.trainer.loading import load_base
 
     own_code = BaseModelRef.read(paths.base_ref).trust_remote_code
-    if own_code and me.rank > 0:
+    if own_code and rank > 0:
         dist.barrier()
     base = load_base(paths, dtype)
-    if own_code and me.rank == 0:
+    if own_code and rank == 0:
         dist.barrier()
     return base
 
