@@ -1,6 +1,6 @@
 """The native engine on one and two GPUs: tokens/s and memory, predicted beside measured, and losses that agree.
 
-Usage: python -m benchmarks.native_gpu --set single|pair [--shape NAME ...] [--only WORDS ...] [--steps N]
+Usage: python -m benchmarks.native_gpu --set single|pair|qlora [--shape NAME ...] [--only WORDS ...] [--steps N]
    or: python -m benchmarks.native_gpu --agree [--method lora|full] [--layers N]
 Random weights of true shape: no network, no data. Every prediction is written before its plan is run. Each plan runs
 in processes of its own under a time limit; what the planner refuses is not run, and the refusal is the result.

@@ -61,7 +61,7 @@ class Variant:
     """One plan for one model. `micro` rows a micro-batch, `accumulation` micro-batches a step and data rank."""
 
     shape: str
-    method: Literal["lora", "full"]
+    method: Literal["lora", "qlora", "full"]
     layout: str
     micro: int
     accumulation: int = 1
@@ -135,7 +135,25 @@ def pair(shape: str) -> list[Variant]:
     ]
 
 
-SETS = {"single": single, "pair": pair}
+def four_bit(shape: str) -> list[Variant]:
+    """QLoRA on one GPU and on two."""
+    return [
+        Variant(shape, "qlora", "single", 4),
+        Variant(shape, "qlora", "ddp2", 4),
+        Variant(shape, "qlora", "fsdp2", 4),
+        Variant(shape, "qlora", "tp2sp", 4),
+        Variant(shape, "qlora", "pp2", 1, 8),
+        Variant(shape, "qlora", "single", 4, compiled=True),
+        Variant(shape, "qlora", "ddp2", 4, compiled=True),
+        Variant(shape, "qlora", "fsdp2", 4, compiled=True),
+        Variant(shape, "qlora", "tp2sp", 4, compiled=True),
+        Variant(shape, "qlora", "pp2", 1, 8, compiled=True),
+        Variant(shape, "qlora", "single", 1, 1, "full"),
+        Variant(shape, "qlora", "single", 1),
+    ]
+
+
+SETS = {"single": single, "pair": pair, "qlora": four_bit}
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ def layer_bytes_per_token(
     if work.method != "full":
         adapted = {name for name, _, _ in lora_shapes(spec, work.lora_targets)}
         total += compute * work.lora_rank * len(adapted)
-        if work.method == "lora":  # under qlora bitsandbytes' MatMul4Bit keeps its input (seen in its source)
+        # bitsandbytes' MatMul4Bit keeps its input (seen in its source), this project's own product does not.
+        if work.method == "lora" or software.scales_whole:
             total -= compute * _inputs_not_kept(spec, adapted, active_ffn(spec))
     return total + software.scores * spec.heads * sequence
 

@@ -18,6 +18,7 @@ from tasks.planner.activations import (
     logit_bytes,
     vision_bytes,
 )
+from tasks.planner.frozen import frozen_bytes, gathered_bytes
 from tasks.planner.model_spec import lora_parameters
 from tasks.planner.stages import in_flight, last_rank, rank_layers, stays_gathered
 from tasks.planner.workload import ELASTANE, Software, Workload, software_of
@@ -166,12 +167,12 @@ def _states(
     of_weights = shard if whole else 1
     frozen = held - trained
     layer = spec.layer_parameters / plan.tp
-    stored = frozen * _frozen_bytes(spec, work, software)
+    stored = frozen * frozen_bytes(spec, plan, work, software)
     accumulated = software.accumulated if plan.accumulation > 1 else 0
     terms = {
         "weights": 0.0
         if plan.offload_parameters != "none"
-        else (software.weight * trained + stored) / of_weights,
+        else software.weight * trained / of_weights + stored,
         # Offloaded optimizers take each gradient to the host as it is reduced; a bucket of them stays here.
         "gradients": 0.0
         if plan.offload != "none"
@@ -189,7 +190,7 @@ def _states(
     if not whole:
         terms["casts"] = cast * (max(trained - tables, 0) if work.method == "full" else trained)
     elif stays_gathered(plan):
-        terms["gathered"] = held * _gathered_bytes(work, software)
+        terms["gathered"] = held * gathered_bytes(work, software)
     else:
         terms["gathered"] = _gathered(spec, plan, work, software, layer, tables)
     if work.method == "qlora":
@@ -215,31 +216,14 @@ def _gathered(
 ) -> float:
     """What stands whole of sharded weights: two layers, one layer's gradient, and vocabulary tables."""
     compute = COMPUTE_BYTES[work.precision]
-    width = _gathered_bytes(work, software)
     largest = layer if software.whole_tables else max(layer, tables)
-    gathered = GATHERED_UNITS * largest * width
+    gathered = GATHERED_UNITS * largest * gathered_bytes(work, software)
     if work.method == "full":
         gathered += largest * software.gradient
     if software.whole_tables:
         table = spec.embedding_parameters / plan.tp
         gathered += table * (3 * FLOAT32 + compute if work.method == "full" else compute)
     return gathered
-
-
-def _gathered_bytes(work: Workload, software: Software) -> float:
-    """Bytes a gathered parameter."""
-    compute = COMPUTE_BYTES[work.precision]
-    return compute if work.method != "qlora" else software.four_bit + compute / 4
-
-
-def _frozen_bytes(spec: ModelSpec, work: Workload, software: Software) -> float:
-    """Bytes a frozen parameter: the compute precision, or NF4 for the decoder's linear layers under qlora."""
-    plain = software.frozen if software.frozen is not None else float(COMPUTE_BYTES[work.precision])
-    if work.method != "qlora":
-        return plain
-    linear = spec.layers * sum(d_in * d_out for _, d_in, d_out in spec.linear_shapes)
-    share = min(1.0, linear / spec.parameters)
-    return share * software.four_bit + (1 - share) * plain
 
 
 def fixed_bytes(plan: Plan, software: Software = ELASTANE) -> float:

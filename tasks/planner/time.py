@@ -7,6 +7,7 @@ from dataclasses import replace
 from tasks.contracts import ModelSpec, Plan
 from tasks.planner.activations import COMPUTE_BYTES, FLOAT32, hidden_state_bytes
 from tasks.planner.compute import head_pass, layer_pass, vision_pass
+from tasks.planner.frozen import sent_bytes
 from tasks.planner.machine import Machine
 from tasks.planner.memory import is_ddp, stage_parameters
 from tasks.planner.network import Group, point_to_point, ring_seconds
@@ -146,7 +147,7 @@ def _data_traffic(
             scattered *= plan.accumulation
         hidden = software.overlap * min(scattered, last)
         return scattered - hidden + ring_seconds(machine, inner, trained * compute, 1) + outside
-    weights = held * (software.four_bit if work.method == "qlora" else compute)
+    weights = held * sent_bytes(work, software)
     once = ring_seconds(machine, inner, weights, 1)
     if stays_gathered(plan):
         exposed = once - software.overlap * min(once, last / 2)

@@ -114,7 +114,8 @@ class Software:
     `native`: cut and staged as this project's own trainer does it. Without sequence parallelism all that is hidden
     wide is whole on every tensor-parallel rank, with it the inputs of attention and MLP are kept whole; collectives
     are sent again when their layer is computed again; stages pass on whole rows; and full tuning passes them, and
-    keeps them as a recomputed layer's input, in float32.
+    keeps them as a recomputed layer's input, in float32. `scales_whole`: NF4 as this project's own trainer has it:
+    codes are sharded and sent, scales are not, and a product keeps no input.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Software:
     vocab_parallel: bool = True
     zero_bucket: float = 0.4e9
     native: bool = False
+    scales_whole: bool = False
     cut_launch: float = 0.0
     step: float | None = None
     attention: float | None = None
@@ -190,6 +192,7 @@ ELASTANE = Software(
     gather_launch=2.1e-3,
     whole_tables=True,
     native=True,
+    scales_whole=True,
     saved={("lora", 2): SavedBytes(hidden=12, ffn=8, query=4, key=4, norm=4)},
     cut_launch=0.8e-3,
     step=0.006,
