@@ -126,12 +126,20 @@ def _scales(
 
 
 def _matrix(
-    dtype: torch.dtype, shape: tuple[int, int], packed: torch.Tensor, *scales: torch.Tensor | None
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    packed: torch.Tensor,
+    *scales: torch.Tensor | None,
+    again: bool = False,
 ) -> torch.Tensor:
+    """`again`: read for the backward pass. Of two equal calls torch.compile makes one and keeps what it gives, so whole
+    matrices; this one is made to look other.
+    """
     read = torch.float32 if dtype == torch.float64 else dtype  # what bitsandbytes reads NF4 as
     # A row a block: its CPU kernel lets a block end with its row (0.50.2), and so misreads rows that no blocks fill.
     count = 2 * packed.numel()
-    rows = (count // BLOCK, BLOCK) if count % BLOCK == 0 else (1, count)
+    a_row = 2 * BLOCK if again and count % (2 * BLOCK) == 0 else BLOCK
+    rows = (count // a_row, a_row) if count % BLOCK == 0 else (1, count)
     numbers: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(
         packed, _scales(*scales), BLOCK, "nf4", rows, read
     )
@@ -156,7 +164,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         stored = ctx.saved_tensors  # asked for once: a recomputed layer makes them then
-        return gradient @ _matrix(gradient.dtype, ctx.shape, *stored), *[None] * (2 + len(stored))
+        return gradient @ _matrix(gradient.dtype, ctx.shape, *stored, again=True), *[None] * (2 + len(stored))
 
 
 # --- models -------------------------------------------------------------------------------------
