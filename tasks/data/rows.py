@@ -7,29 +7,69 @@ import itertools
 import json
 import re
 from dataclasses import dataclass
+from typing import Any, Literal
 
 ROLES = ("system", "user", "assistant", "tool")
 # JSON can spell half of a character pair, which no encoding can write.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+Kind = Literal["chat", "completion", "text"]
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """A picture of a row, not yet read: a path or URL (relative ones to the source's folder), or the file's bytes."""
+
+    place: str
+    content: bytes | None = None
+
+
 @dataclass(frozen=True)
 class Row:
-    """A conversation. `group` keeps rows that belong together on one side of the split."""
+    """What is learnt from: turns of (role, text). `group` keeps rows that belong together on one side of the split.
+
+    kind: a "completion" is one user turn and one assistant turn that no template is put around; a "text" is one
+    assistant turn, all of which is learnt. `calls` are the tools that a turn calls, as (turn's number, JSON list);
+    `tools` the JSON list of what could be called: text, since a table would give every tool all others' parameters.
+    """
 
     messages: tuple[tuple[str, str], ...]
     group: str
     where: str
+    kind: Kind = "chat"
+    tools: str = ""
+    calls: tuple[tuple[int, str], ...] = ()
+    images: tuple[ImageRef, ...] = ()
 
     @property
     def id(self) -> str:
         """Hash of the content alone: where the row stood does not matter."""
-        return hashlib.sha256(json.dumps(self.messages, ensure_ascii=False).encode()).hexdigest()[:32]
+        digest = hashlib.sha256(json.dumps(self.messages, ensure_ascii=False).encode())
+        if self.kind != "chat" or self.tools or self.calls or self.images:
+            pictures = [
+                (image.place, hashlib.sha256(image.content or b"").hexdigest()) for image in self.images
+            ]
+            more = [self.kind, self.tools, self.calls, pictures]
+            digest.update(json.dumps(more, ensure_ascii=False).encode())
+        return digest.hexdigest()[:32]
 
     @property
-    def prompt(self) -> list[dict[str, str]]:
-        """The messages before the last answer."""
-        return [{"role": role, "content": content} for role, content in self.messages[:-1]]
+    def chat(self) -> list[dict[str, Any]]:
+        """The turns as `apply_chat_template` takes them, called tools included."""
+        calls = dict(self.calls)
+        turns: list[dict[str, Any]] = []
+        for number, (role, content) in enumerate(self.messages):
+            turn: dict[str, Any] = {"role": role, "content": content}
+            if number in calls:
+                turn["tool_calls"] = json.loads(calls[number])
+            turns.append(turn)
+        return turns
+
+    @property
+    def prompt(self) -> list[dict[str, Any]]:
+        """The turns before the last answer."""
+        return self.chat[:-1]
 
     @property
     def answer(self) -> str:
