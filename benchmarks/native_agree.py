@@ -5,7 +5,6 @@ Started by torchrun: `python -m benchmarks.native_agree REQUEST.json RESULT.json
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,17 +12,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.native_variants import ROWS
 from tasks.contracts import Contract
 from tasks.stage import die_with_parent
 from tasks.trainer.engine import Batch
-from tasks.trainer.loading import DTYPES, stored_precision
 from tasks.trainer.mesh import data_rank, joined
-from tasks.trainer.parallelize import local_device
 from tasks.trainer.torch_engine import TorchEngine
-from tasks.trainer.trial import TrialRequest
+from tasks.trainer.trial import TrialRequest, random_model
 
 SEED = 0
 WORDS = 200  # different tokens in the rows, so that there is something to learn in a few steps
@@ -34,21 +30,6 @@ class Told(Contract):
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
-
-
-def model_of(request: TrialRequest) -> PreTrainedModel:
-    """Random weights, the same on every rank and under every plan, in the type that the engine trains.
-
-    All are rounded to bfloat16 first, so that a float32 run differs by how it computes, not by what it starts from.
-    """
-    described = json.loads(Path(request.config).read_text(encoding="utf-8"))
-    config = AutoConfig.for_model(described.pop("model_type"), **described)
-    torch.manual_seed(SEED)
-    with local_device(request.plan):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.to(torch.bfloat16).to(
-        DTYPES[stored_precision(request.train.finetuning_type, request.precision)]
-    )
 
 
 def rows_of(step: int, length: int) -> Batch:
@@ -72,7 +53,9 @@ def shares(whole: Batch, request: TrialRequest) -> list[Batch]:
 
 def train(request: TrialRequest) -> Told:
     assert request.plan.global_batch == ROWS
-    engine = TorchEngine(model_of(request), request.train, request.plan, request.precision, 100, SEED)
+    engine = TorchEngine(
+        random_model(request, SEED), request.train, request.plan, request.precision, 100, SEED
+    )
     results = []
     for step in range(request.steps):
         whole = rows_of(step, request.sequence)

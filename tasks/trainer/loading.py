@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from tasks.contracts import BaseModelRef, FinalManifest, FinetuningType, Precision, TrainReport
 from tasks.errors import UserError
 from tasks.paths import Paths
+from tasks.stage import say
 from tasks.trainer.base_model import weights_folder
+from tasks.trainer.file_weights import FileWeights, has_files, stored_kind
 from tasks.trainer.quantize import quantize
+from tasks.trainer.weights import MetaModel, meta_of
 
 # PEFT still asks transformers by an attribute's old name; nothing a user could do about it.
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
@@ -57,18 +65,84 @@ def load_tokenizer(paths: Paths) -> PreTrainedTokenizerBase:
 
 
 def load_base(paths: Paths, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The base model on the CPU in `dtype` (None: its file's), dropout off so that no plan draws other masks than
-    another.
+    """The base model whole on the CPU in `dtype` (None: its file's), dropout off so that no plan draws other masks
+    than another.
     """
+    folder, config, trusted = _described(paths)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype or "auto", trust_remote_code=trusted
+    )
+
+
+def open_base(paths: Paths, dtype: torch.dtype | None) -> MetaModel:
+    """What `load_base` gives, without its numbers, which are read from the files as they are asked for.
+
+    Where files cannot be read tensor by tensor, the model is loaded whole and says so.
+
+    Raises:
+        UserError: a file, a tensor or its shape is wrong.
+    """
+    folder, config, trusted = _described(paths)
+    reason = _why_loaded(folder, config, trusted)
+    if reason is None:
+        model = meta_model(config, dtype or config.dtype or stored_kind(folder))
+        reason = _why_converted(model)
+    if reason is None:
+        weights = FileWeights(folder, model)
+        if not weights.unlike:
+            model.generation_config = _generation_config(folder)
+            return MetaModel(model, weights)
+        reason = "{} and {} are one by its config.json and differ in its files".format(*weights.unlike[0])
+    if os.environ.get("RANK", "0") == "0":
+        say(f"every rank loads the whole model into host memory first: {reason}")
+    return meta_of(load_base(paths, dtype))
+
+
+def _described(paths: Paths) -> tuple[Path, PretrainedConfig, bool]:
+    """The base's folder, its config without dropout, and whether its own code may run."""
     ref = BaseModelRef.read(paths.base_ref)
     folder = weights_folder(ref, paths)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=ref.trust_remote_code)
     for key in list(vars(config)):
         if "dropout" in key or key in DROPOUT_KEYS:
             setattr(config, key, 0.0)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype or "auto", trust_remote_code=ref.trust_remote_code
-    )
+    return folder, config, ref.trust_remote_code
+
+
+def _why_loaded(folder: Path, config: PretrainedConfig, trusted: bool) -> str | None:
+    """Why its files cannot be read tensor by tensor, as far as config.json says; or None."""
+    if trusted and getattr(config, "auto_map", None):
+        return "its own code makes it, and loads it"
+    if getattr(config, "quantization_config", None):
+        return "its files are quantised"
+    return None if has_files(folder) else "its files are not named as transformers names them"
+
+
+def _why_converted(model: PreTrainedModel) -> str | None:
+    """Why a tensor of the files is not one of the model; or None."""
+    if get_model_conversion_mapping(model, add_legacy=False):
+        return f"transformers makes the tensors of {type(model).__name__} from others while it loads them"
+    if model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
+        return f"transformers keeps some weights of {type(model).__name__} in float32"
+    return None
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model with parameters on the meta device and buffers that are real."""
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()  # each name was given a parameter of its own
+    return model
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """As `from_pretrained` finds it; in older models config.json says it."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            folder, config_file_name="config.json", _from_model_config=True
+        )
 
 
 def load_base_of(method: FinetuningType, paths: Paths, dtype: torch.dtype) -> PreTrainedModel:

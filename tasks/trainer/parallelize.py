@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from tasks.errors import UserError
 from tasks.params import TrainParams
 from tasks.stage import say
 from tasks.trainer.compiling import compile_layers, compiled_token_loss, why_not
+from tasks.trainer.filling import EmptyStage, fill
 from tasks.trainer.loading import DTYPES
 from tasks.trainer.loss import TokenLossSum, token_loss
 from tasks.trainer.mesh import build_mesh, data_mesh
@@ -27,8 +30,9 @@ from tasks.trainer.pipeline import Pipeline, copies, keep_stage, stages_of
 from tasks.trainer.quantize import quantize
 from tasks.trainer.recompute import checkpoint_activations
 from tasks.trainer.tensor_parallel import TensorParts, cut_over_ranks
+from tasks.trainer.weights import LoadedWeights, MetaModel, take_out
 
-CPU = torch.device("cpu")
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -51,47 +55,68 @@ class Parallelized:
 
 
 def parallelize(
-    base: PreTrainedModel, train: TrainParams, plan: Plan, precision: Precision, seed: int
+    base: MetaModel, train: TrainParams, plan: Plan, precision: Precision, seed: int
 ) -> Parallelized:
-    """Adapters -> stages -> NF4 -> tensor parallelism -> recomputing -> compiling -> loss -> FSDP2 or DDP.
+    """Adapters -> stages -> NF4 -> tensor parallelism -> recomputing -> compiling -> loss -> FSDP2, all without
+    numbers; then this rank's numbers, and DDP.
 
     Collective over the plan's ranks.
     """
-    mesh = build_mesh(plan)
-    model = attach_adapters(base, train, seed).train()
+    mesh, place = build_mesh(plan), local_device(plan)
+    model = attach_adapters(base.model, train, seed).train()
     stay_in_half(model, precision)
-    parameters, outline = count_parameters(model), outline_of(model)
-    tied = {} if plan.pp == 1 else tied_names(model, base)
-    stages = stages_of(plan, mesh.get_local_rank("pp")) if mesh is not None and plan.pp > 1 else (0,)
-    modules: list[torch.nn.Module] = []
-    pieces: list[Piece] = []
-    for stage, (part, inner) in zip(stages, copies(model, base, len(stages)), strict=True):
-        keep_stage(inner, stage, plan.pp * plan.virtual_stages)
+    adapters = LoadedWeights(take_out(model))
+    parameters, outline = count_parameters(model), copy.deepcopy(model)
+    tied = {} if plan.pp == 1 else tied_names(model, base.model)
+    numbers = stages_of(plan, mesh.get_local_rank("pp")) if mesh is not None and plan.pp > 1 else (0,)
+    stages: list[EmptyStage] = []
+    for number, (part, inner) in zip(numbers, copies(model, base.model, len(numbers)), strict=True):
+        if plan.pp > 1:  # else a family whose layers are not known may train, too
+            keep_stage(inner, number, plan.pp * plan.virtual_stages)
         if train.finetuning_type == "qlora":
-            place = local_device(plan)
-            quantize(inner, DTYPES[precision], place, place if plan.sharding == "none" else CPU)
+            quantize(inner, DTYPES[precision], META, META)
         parts = None
         if mesh is not None and plan.tp > 1:
             parts = cut_over_ranks(part, inner, mesh.get_group("tp"), plan.sequence_parallel)
-        module = prepared(part, inner, plan, precision, parts, stage)
+        module = prepared(part, inner, plan, precision, parts, number)
         if mesh is not None and plan.sharding == "fsdp2":
             masters = train.finetuning_type == "full" and precision in ("bfloat16", "float16")
             shard(module, inner, data_mesh(mesh, plan), DTYPES[precision] if masters else None, plan.pp > 1)
-        modules.append(module)
-        trained = list(pieces_of(part, parts, tied, first_stage=stage == 0))
+        stages.append(EmptyStage(module, part, parts))
+    pieces = trained_pieces(stages, numbers, tied, train, plan)
+    fill(stages, base.weights, adapters, place)
+    modules = [stage.module for stage in stages]
+    pipeline = None
+    if mesh is not None and plan.pp > 1:
+        pipeline = Pipeline(modules, plan, mesh.get_group("pp"), place)
+    elif mesh is not None and plan.tp == 1 and plan.sharding == "none":
+        modules = [replicate(modules[0], plan, mesh)]
+    return Parallelized(tuple(modules), model, outline, mesh, pieces, pipeline, parameters)
+
+
+def trained_pieces(
+    stages: Sequence[EmptyStage],
+    numbers: Sequence[int],
+    tied: Mapping[str, str],
+    train: TrainParams,
+    plan: Plan,
+) -> tuple[Piece, ...]:
+    """This rank's pieces, stage by stage.
+
+    Raises:
+        UserError: a stage would have nothing to train.
+    """
+    pieces: list[Piece] = []
+    for number, stage in zip(numbers, stages, strict=True):
+        trained = list(pieces_of(stage.part, stage.parts, tied, first_stage=number == 0))
         if not trained:
             raise UserError(
-                f"train.lora.targets={train.lora.targets} leave pipeline stage {stage + 1} of {plan.pp} x "
+                f"train.lora.targets={train.lora.targets} leave pipeline stage {number + 1} of {plan.pp} x "
                 f"{plan.virtual_stages} without an adapter, so it has nothing to train; use all-linear, or "
                 "select_strategy.pipeline_parallel_degree=1"
             )
         pieces += trained
-    pipeline = None
-    if mesh is not None and plan.pp > 1:
-        pipeline = Pipeline(modules, plan, mesh.get_group("pp"), local_device(plan))
-    elif mesh is not None and plan.tp == 1 and plan.sharding == "none":
-        modules = [replicate(modules[0], plan, mesh)]
-    return Parallelized(tuple(modules), model, outline, mesh, tuple(pieces), pipeline, parameters)
+    return tuple(pieces)
 
 
 def local_device(plan: Plan) -> torch.device:
@@ -115,13 +140,38 @@ def attach_adapters(base: PreTrainedModel, train: TrainParams, seed: int) -> Pef
         task_type="CAUSAL_LM",
     )
     try:
-        model = get_peft_model(base, config, autocast_adapter_dtype=True)
+        with as_if_on_cpu(base):
+            model = get_peft_model(base, config, autocast_adapter_dtype=True)
     except ValueError as error:
         raise UserError(
             f"train.lora.targets={train.lora.targets} does not fit the model ({str(error).split('.')[0]}); "
             "use all-linear or module names of this model"
         ) from None
     return model
+
+
+@contextmanager
+def as_if_on_cpu(model: torch.nn.Module) -> Iterator[None]:
+    """Parameters on the meta device stand on the CPU meanwhile, without taking room there: PEFT leaves what it draws
+    on its layer's device, so on the meta device it would draw for nothing.
+    """
+    slots = [
+        (owner, key, weight)
+        for owner in model.modules()
+        for key, weight in owner._parameters.items()
+        if weight is not None and weight.is_meta
+    ]
+    doubles = {
+        weight: torch.nn.Parameter(
+            torch.empty((), dtype=weight.dtype).expand(weight.shape), requires_grad=weight.requires_grad
+        )
+        for _, _, weight in slots
+    }
+    for owner, key, weight in slots:
+        owner._parameters[key] = doubles[weight]
+    yield
+    for owner, key, weight in slots:
+        owner._parameters[key] = weight.requires_grad_(doubles[weight].requires_grad)
 
 
 def stay_in_half(model: torch.nn.Module, precision: Precision) -> None:
@@ -140,15 +190,6 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     )
 
 
-def outline_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The same model with parameters that have shapes and no numbers."""
-    memo = {
-        id(weight): torch.nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
-        for weight in model.parameters()
-    }
-    return copy.deepcopy(model, memo)
-
-
 def tied_names(model: torch.nn.Module, base: PreTrainedModel) -> dict[str, str]:
     """The head's name -> the embedding's, if they are one trainable parameter, which every checkpoint calls so."""
     table, head = base.get_input_embeddings(), base.get_output_embeddings()
@@ -165,10 +206,8 @@ def prepared(
     parts: TensorParts | None,
     stage: int,
 ) -> TokenLossSum:
-    """One stage with its recomputing, compiling and loss, on the device unless FSDP2 will bring it there."""
+    """One stage with its recomputing, compiling and loss."""
     checkpoint_activations(inner, decoder_layers(inner), plan.activation_checkpointing)
-    if plan.sharding == "none":
-        part.to(local_device(plan))
     last = plan.pp * plan.virtual_stages - 1
     losses = token_loss
     if compiles(plan):
@@ -190,8 +229,8 @@ def shard(
 ) -> None:
     """FSDP2 in place: a group a decoder layer, one each for the tables, the rest in the root's.
 
-    Weights come from the CPU a group at a time, so that no device holds the whole model. Tied tables must share a
-    group, and it is the root's, since both the first and the last thing of a forward pass need it.
+    Tied tables must share a group, and it is the root's, since both the first and the last thing of a forward pass
+    need it.
 
     Args:
         early: what autocast would cast the matrices of linear layers to. They are cast before they are gathered

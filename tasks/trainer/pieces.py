@@ -56,17 +56,19 @@ def pieces_of(
     parts: TensorParts | None,
     canonical: Mapping[str, str],
     first_stage: bool,
+    frozen: bool = False,
 ) -> Iterator[Piece]:
     """The pieces of one stage's model.
 
     Args:
         canonical: other names of tied parameters -> the name that a checkpoint knows.
         first_stage: of a pipeline (or there is none), which counts what is tied.
+        frozen: of parameters that are not trained, too.
     """
     rank = parts.group.rank() if parts else 0
     tied = set(canonical.values())
     for own_name, weight in model.named_parameters():
-        if not weight.requires_grad:
+        if not weight.requires_grad and not frozen:
             continue
         name = canonical.get(own_name, own_name)
         cut = parts.cuts.get(own_name) if parts else None

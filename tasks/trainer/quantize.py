@@ -7,6 +7,7 @@ A matrix is quantised whole, then cut at the borders of its blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ class NF4Linear(nn.Linear):
         """Quantises on `device`; the result is left on `keep`."""
         nn.Module.__init__(self)  # nn.Linear's own would draw a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.made_of, self._kept = linear.weight.shape, None
         bias = linear.bias
         self.bias = None if bias is None else nn.Parameter(bias.detach().to(keep), requires_grad=False)
         made = nf4(linear.weight.detach().to(device))
@@ -97,6 +99,7 @@ class NF4Linear(nn.Linear):
 
     def keep(self, dim: int, start: int, size: int) -> None:
         """Leaves of the matrix, in place, `size` rows (dim 0) or columns (dim 1) from `start` on."""
+        self._kept = dim, start, size
         rows, columns = self.out_features, self.in_features
         scales = _scales(self.scales, self.steps, self.offset, self.table)
         a_row = columns if dim == 0 else 1
@@ -113,6 +116,23 @@ class NF4Linear(nn.Linear):
         self.weight = nn.Parameter(packed.flatten().clone(), requires_grad=False)
         self.scales = scales.flatten().clone()
         self.steps = self.offset = self.table = None
+
+    def fill(self, matrix: torch.Tensor, shards: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Takes its numbers, which it had only shapes of, from the whole matrix that it stands for, on its device.
+
+        Args:
+            shards: where in the packed bytes of this part each shard of them that is here begins, and the shard.
+        """
+        with torch.device("meta"):
+            plain = nn.Linear(self.made_of[1], self.made_of[0], bias=False)
+        plain.weight = nn.Parameter(matrix, requires_grad=False)
+        made = NF4Linear(plain, matrix.device, matrix.device)
+        if self._kept is not None:
+            made.keep(*self._kept)
+        for start, shard in shards:
+            shard.copy_(made.weight[start : start + shard.numel()])
+        for name, _ in list(self.named_buffers()):
+            setattr(self, name, made.get_buffer(name))
 
 
 def _scales(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, get_scheduler
+from transformers import get_scheduler
 
 from tasks.contracts import Plan, Precision
 from tasks.params import TrainParams
@@ -27,6 +27,7 @@ from tasks.trainer.loss_scale import LossScale
 from tasks.trainer.mesh import first_and_last_stage, group_over
 from tasks.trainer.parallelize import local_device, parallelize
 from tasks.trainer.pieces import local, squared_norm, sum_gradients
+from tasks.trainer.weights import MetaModel
 
 
 class TorchEngine:
@@ -34,7 +35,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        base: PreTrainedModel,
+        base: MetaModel,
         train: TrainParams,
         plan: Plan,
         precision: Precision,

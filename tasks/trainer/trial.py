@@ -22,13 +22,10 @@ from tasks.stage import die_with_parent
 from tasks.trainer.mesh import joined
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
     from tasks.trainer.engine import Batch
+    from tasks.trainer.weights import MetaModel
 
 WARM_UP = 2
-SHARE_FOR_WHOLE = 0.6  # of a device's free memory that a whole model may take before it is cut
 
 
 class TrialRequest(Contract):
@@ -68,12 +65,12 @@ def _measure(request: TrialRequest) -> TrialResult:
     from tasks.trainer.torch_engine import TorchEngine
 
     plan = request.plan
-    engine = TorchEngine(_random_model(request), request.train, plan, request.precision, 100, 0)
+    engine = TorchEngine(random_model(request, 0), request.train, plan, request.precision, 100, 0)
     cuda = plan.device == "cuda"
     vocab = engine.model.config.vocab_size
     if cuda:
         gc.collect()
-        torch.cuda.empty_cache()  # of the whole model, where it was cut or sharded here
+        torch.cuda.empty_cache()  # of matrices that were drawn whole
         torch.cuda.reset_peak_memory_stats()
     # The longest rows first: they decide the peak, and all shapes are warm afterwards.
     lengths = [request.sequence, *[request.mean_row] * (WARM_UP - 1 + request.steps)]
@@ -91,24 +88,17 @@ def _measure(request: TrialRequest) -> TrialResult:
     return TrialResult(plan=plan, seconds=statistics.median(taken[WARM_UP:]), peak_bytes=peak, failed=None)
 
 
-def _random_model(request: TrialRequest) -> PreTrainedModel:
-    """The model of the config with random weights, made where it will train; on the CPU if the device is too small."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def random_model(request: TrialRequest, seed: int) -> MetaModel:
+    """The model of the config, whose weights will be drawn where they train."""
+    from transformers import AutoConfig
 
-    from tasks.trainer.loading import DTYPES, stored_precision
-    from tasks.trainer.parallelize import local_device
+    from tasks.trainer.loading import DTYPES, meta_model, stored_precision
+    from tasks.trainer.weights import MetaModel, RandomWeights
 
     described = json.loads(Path(request.config).read_text(encoding="utf-8"))
     config = AutoConfig.for_model(described.pop("model_type"), **described)
-    dtype = DTYPES[stored_precision(request.train.finetuning_type, request.precision)]
-    with torch.device("meta"):
-        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
-    place = local_device(request.plan)
-    if place.type == "cuda" and size * dtype.itemsize > SHARE_FOR_WHOLE * torch.cuda.mem_get_info()[0]:
-        place = torch.device("cpu")
-    with place:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = meta_model(config, DTYPES[stored_precision(request.train.finetuning_type, request.precision)])
+    return MetaModel(model, RandomWeights(model, seed))
 
 
 def _batch(rows: int, length: int, vocab: int) -> Batch:

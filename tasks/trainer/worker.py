@@ -18,7 +18,8 @@ from tasks.trainer.mesh import joined
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+
+    from tasks.trainer.weights import MetaModel
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -88,7 +89,7 @@ def _train(
     precision, plan = order.resolved.precision, order.plan
     if rank == 0:
         say(f"training {steps} steps of {params.global_batch} samples in {precision}, plan {plan.name}")
-    base = _load_base(paths, loaded_dtype(params.train.finetuning_type, precision), rank)
+    base = _open_base(paths, loaded_dtype(params.train.finetuning_type, precision), rank)
     engine = TorchEngine(base, params.train, plan, precision, steps, params.seed)
     job = Job(run, order.run_key, plan, precision, params.train, split, samples, steps, rank)
     tracker = Tracker(params, paths, order.run_key, plan) if rank == 0 else None
@@ -101,16 +102,16 @@ def _train(
     engine.close()
 
 
-def _load_base(paths: Paths, dtype: torch.dtype | None, rank: int) -> PreTrainedModel:
+def _open_base(paths: Paths, dtype: torch.dtype | None, rank: int) -> MetaModel:
     """The base. Ranks that run its own code wait for rank 0, which copies that to where all import it from."""
     import torch.distributed as dist
 
-    from tasks.trainer.loading import load_base
+    from tasks.trainer.loading import open_base
 
     own_code = BaseModelRef.read(paths.base_ref).trust_remote_code
     if own_code and rank > 0:
         dist.barrier()
-    base = load_base(paths, dtype)
+    base = open_base(paths, dtype)
     if own_code and rank == 0:
         dist.barrier()
     return base

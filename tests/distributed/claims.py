@@ -37,11 +37,11 @@ def _join(plan: Plan) -> None:
 
 def _engine(root: str, plan: Plan, precision: Precision) -> TorchEngine:
     """An engine on the workspace's model, every layer recomputed in the backward pass."""
-    from tasks.trainer.loading import DTYPES, load_base, stored_precision
+    from tasks.trainer.loading import DTYPES, open_base, stored_precision
     from tasks.trainer.torch_engine import TorchEngine
 
     params = read_params(Path(root) / "params.yaml")
-    base = load_base(Paths(Path(root)), DTYPES[stored_precision(params.train.finetuning_type, precision)])
+    base = open_base(Paths(Path(root)), DTYPES[stored_precision(params.train.finetuning_type, precision)])
     recomputing = plan.model_copy(update={"activation_checkpointing": "full"})
     engine = TorchEngine(base, params.train, recomputing, precision, 10, params.seed)
     engine.loss_scale.scale = SMALL_SCALE

@@ -36,7 +36,7 @@ def kinds_add_up(root: str, plan: Plan, slow: int | None) -> None:
     """Trains a few steps; on rank `slow` the second decoder layer takes a nap in every forward pass."""
     from tasks.trainer.clock import KINDS
     from tasks.trainer.engine import Batch
-    from tasks.trainer.loading import load_base
+    from tasks.trainer.loading import open_base
     from tasks.trainer.torch_engine import TorchEngine
 
     cuda = plan.device == "cuda"
@@ -44,8 +44,8 @@ def kinds_add_up(root: str, plan: Plan, slow: int | None) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     params = read_params(Path(root) / "params.yaml")
-    base = load_base(Paths(Path(root)), torch.float32)
-    napping = base.get_decoder().layers[1]  # the second of two stages holds it, too
+    base = open_base(Paths(Path(root)), torch.float32)
+    napping = base.model.get_decoder().layers[1]  # the second of two stages holds it, too
     engine = TorchEngine(base, params.train, plan, "float32", 10, params.seed)
     nap, seconds = _nap_of(cuda)
     if slow == dist.get_rank():

@@ -91,7 +91,7 @@ def test_parts_are_bit_equal_to_the_base_of_one_process(
 
 def hold_the_same_base(root: str, plan: Plan) -> None:
     """Every NF4 number of this rank is that of the whole matrix, and ranks together hold each as often as copies."""
-    from tasks.trainer.loading import load_base
+    from tasks.trainer.loading import load_base, open_base
     from tasks.trainer.parallelize import parallelize
     from tasks.trainer.quantize import NF4Linear, quantize
 
@@ -101,9 +101,9 @@ def hold_the_same_base(root: str, plan: Plan) -> None:
     one = load_base(Paths(Path(root)), None)
     quantize(one, torch.float32, cpu, cpu)
     whole = {name: module for name, module in one.named_modules() if isinstance(module, NF4Linear)}
-    base = load_base(Paths(Path(root)), None)
+    base = open_base(Paths(Path(root)), None)
     parts = parallelize(base, params.train, plan, "float32", params.seed)
-    held = {name: module for name, module in base.named_modules() if isinstance(module, NF4Linear)}
+    held = {name: module for name, module in base.model.named_modules() if isinstance(module, NF4Linear)}
     packed = sum(claims.local(module.weight).numel() for module in held.values())
     for module in parts.modules[0].modules():
         if isinstance(module, FSDPModule):

@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from tasks.contracts import Plan
+from tasks.params import read_params
+from tasks.paths import Paths
 from tasks.trainer.run_state import StepRecord
 from tests import tiny
+from tests.distributed import claims
 from tests.distributed.compare import assert_same, start_weights, weights, workspace
-from tests.distributed.ranks import Trained, train
+from tests.distributed.ranks import Trained, run_ranks, train
 
 pytestmark = pytest.mark.distributed
 
@@ -101,6 +104,41 @@ def test_both_copies_of_a_tied_table_in_a_pipeline(tmp_path: Path) -> None:
     one = train(root, tiny.params(), tiny.cpu_plan(1, 2, 4), "float64", run_key="one")
     two = train(root, tiny.params(), tiny.cpu_plan(1, 2, 4, pp=2, schedule="1f1b"), "float64", run_key="two")
     assert_same(one, two, start_weights(root), loss=1e-9, moved=1e-9)
+
+
+def stay_tied(root: str, plans: list[Plan]) -> None:
+    """Both names are one parameter with the file's numbers, before and after a step."""
+    import torch.distributed as dist
+
+    from tasks.trainer.loading import open_base
+    from tasks.trainer.torch_engine import TorchEngine
+
+    dist.init_process_group("gloo")
+    params = read_params(Path(root) / "params.yaml")
+    table = load_file(Path(root) / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    for plan in plans:
+        base = open_base(Paths(Path(root)), torch.float32)
+        assert base.model.lm_head.weight is base.model.model.embed_tokens.weight
+        engine = TorchEngine(base, params.train, plan, "float32", 10, params.seed)
+        model = engine.model
+        assert torch.equal(claims.whole(model.lm_head.weight), table)
+        engine.train_step(*claims._share(0, plan), ())
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert not torch.equal(claims.whole(model.model.embed_tokens.weight), table)
+
+
+def test_tied_tables_of_a_model_that_is_built_empty(tmp_path: Path) -> None:
+    """verl-project/verl#7834: on the meta device the tie is lost unseen, or every rank loads everything.
+
+    What loading takes is in test_loading.py.
+    """
+    changes = {"train.finetuning_type": "full", "train.learning_rate": 0.003}
+    root = workspace(tmp_path / "w", {"tied": True}, **changes)
+    empty = torch.nn.ModuleList([torch.nn.Linear(4, 4, device="meta"), torch.nn.Linear(4, 4, device="meta")])
+    empty[1].weight = empty[0].weight
+    empty.to_empty(device="cpu")
+    assert empty[1].weight is not empty[0].weight, "torch's own way of making room unties"
+    run_ranks(2, stay_tied, str(root), [tiny.cpu_plan(2, 2, 2), tiny.cpu_plan(1, 2, 2, shards=2)])
 
 
 def test_rows_and_rates_of_a_run_stopped_in_its_second_epoch(tmp_path: Path) -> None:

@@ -95,6 +95,11 @@ def test_trusted_code_is_run_and_said_and_travels(
     assert said in capsys.readouterr().err
     with torch.no_grad():
         assert (model(input_ids=torch.tensor([[5, 6]])).logits == 7).all()
+    loading.open_base(paths, torch.float32)
+    assert (
+        "every rank loads the whole model into host memory first: its own code makes it"
+        in capsys.readouterr().err
+    )
     # What full tuning and an export write.
     model.save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
