@@ -22,7 +22,8 @@ Tiny = Annotated[
     bool, typer.Option("--tiny", help="A built-in tiny recipe instead of yours; runs in any folder.")
 ]
 Family = Annotated[
-    Literal["llama", "qwen2"] | None, typer.Option(help="With --tiny: one model instead of both.")
+    Literal["llama", "mistral", "qwen2", "qwen3", "bloom", "glm", "glm4"] | None,
+    typer.Option(help="With --tiny: this model instead of llama and qwen2."),
 ]
 Method = Annotated[Literal["full", "lora", "qlora"] | None, typer.Option(help="With --tiny (default: full).")]
 Device = Annotated[Literal["auto", "cpu"], typer.Option(help="cpu: although there are GPUs.")]

@@ -70,11 +70,14 @@ def write_model(
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
+    own: dict[str, object] = {} if family == "bloom" else {"intermediate_size": 2 * hidden}
+    if family in ("glm", "glm4"):  # whose heads are 128 wide unless they are told to be less
+        own["head_dim"] = hidden // 4
     config = AutoConfig.for_model(
         family,
         vocab_size=len(SPECIALS) + 256,
         hidden_size=hidden,
-        **({} if family == "bloom" else {"intermediate_size": 2 * hidden}),
+        **own,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

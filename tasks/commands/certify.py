@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 
 from tasks.certificate import Certificate, Facts, PlanProof, Tolerance, certificate_file, hand_to_registered
-from tasks.commands.certify_compare import TOLERANCES, compare, facts_of, reference_proof
+from tasks.commands.certify_compare import ROUNDED_INSIDE, TOLERANCES, compare, facts_of, reference_proof
 from tasks.commands.certify_names import NotRun, Wanted, parse_name, plan_for
 from tasks.commands.certify_runs import Run, Subject, bench, forget, initial_weights, train_under
-from tasks.commands.certify_tiny import FAMILIES, Family, tiny_subjects
+from tasks.commands.certify_tiny import USUAL_FAMILIES, Family, tiny_subjects
 from tasks.contracts import (
     METHOD_NAMES,
     BaseModelRef,
@@ -27,7 +27,7 @@ from tasks.contracts import (
 )
 from tasks.data.prepared import Split
 from tasks.errors import UserError
-from tasks.params import Params, read_params
+from tasks.params import read_params
 from tasks.paths import Paths
 from tasks.planner.capabilities import TRAINABLE_NOW
 from tasks.planner.model_spec import model_spec
@@ -36,6 +36,7 @@ from tasks.probe_hardware import ROOT, read_machine
 from tasks.run_key import run_key
 from tasks.select_strategy import as_problem, read_config
 from tasks.stage import say
+from tasks.trainer.families import FAMILIES
 from tasks.trainer.loop import Lengths
 
 REFERENCE = "single"
@@ -88,7 +89,7 @@ def run(request: Request) -> Certificate:
                 "--family and --method choose the built-in recipe, and this is yours; add --tiny, or leave them"
             )
         return _keep(certify([own[0]], wanted, own[1], request), own[0])
-    families = (request.family,) if request.family else FAMILIES
+    families = (request.family,) if request.family else USUAL_FAMILIES
     with tempfile.TemporaryDirectory(prefix="elastane-certify-") as folder:
         hardware = read_machine(request.device, os.environ, ROOT)
         subjects = tiny_subjects(Path(folder), families, request.method or "full")
@@ -123,7 +124,7 @@ def certify(
     proofs = [merged(parts) for parts in zip(*results, strict=True)]
     reference = next((proof.plan for proof in proofs if proof.status == "reference"), None)
     facts = [proof.facts for proof in proofs if proof.facts]
-    tolerance, rounding = judged_by(subjects[0].params, request.precision)
+    tolerance, rounding = judged_by(subjects[0], request.precision)
     gpus = f"{len(hardware.gpus)} x {hardware.gpus[0].name}" if hardware.gpus else "the CPU"
     return Certificate(
         same=verdict(proofs, asked),
@@ -159,7 +160,7 @@ def prove(case: Case, wanted: Sequence[Wanted]) -> list[PlanProof]:
     subject, precision = case.subject, case.precision
     lengths = Lengths(Split.open(subject.paths.prepared, "train"))
     before = initial_weights(subject.params, subject.paths, precision)
-    tolerance, _ = judged_by(subject.params, precision)
+    tolerance, _ = judged_by(subject, precision)
     say(f"certify: {case.steps} steps of {subject.what}")
     reference: Run | None = None
     proofs = []
@@ -187,11 +188,14 @@ def _train(case: Case, wanted: Wanted, here: Paths) -> Run | NotRun:
     return train_under(here, wanted.name, plan, case.precision, case.hardware)
 
 
-def judged_by(params: Params, precision: Precision) -> tuple[Tolerance | None, str | None]:
+def judged_by(subject: Subject, precision: Precision) -> tuple[Tolerance | None, str | None]:
     """What is allowed, or None and what rounds too coarsely to be judged."""
-    hook = params.train.communication_hook
+    hook = subject.params.train.communication_hook
     if hook != "none":
         return None, f"train.communication_hook={hook}"
+    family = FAMILIES.get(str(read_config(subject.paths.base / "config.json").get("model_type")))
+    if precision == "float64" and family is not None and family.rounds:
+        return ROUNDED_INSIDE, None
     allowed = TOLERANCES.get(precision)
     return allowed, None if allowed else precision
 

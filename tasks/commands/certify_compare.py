@@ -20,6 +20,8 @@ TOLERANCES: dict[Precision, Tolerance] = {
     "float32": Tolerance(loss=1e-5, grad_norm=1e-5, weights=1e-3),
     "float64": Tolerance(loss=1e-9, grad_norm=1e-9, weights=1e-9),
 }
+# In float64, of a family that rounds to float32 inside. A wrong factor is still far beyond it.
+ROUNDED_INSIDE = Tolerance(loss=1e-8, grad_norm=1e-8, weights=1e-5)
 # Stands for a difference that has no number (NaN, or a tensor that should not have moved): JSON knows no infinity.
 BEYOND = sys.float_info.max
 

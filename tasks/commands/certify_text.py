@@ -69,7 +69,7 @@ def _below(certificate: Certificate) -> Iterable[str]:
             f"gradient norm, {allowed.weights:g} of the distance moved for weights."
         )
     if certificate.precision == "float32" and any(proof.status == "differs" for proof in certificate.plans):
-        yield "Whether that is rounding or a wrong sum, --float64 shows: a right plan is far within its 1e-09."
+        yield "Whether that is rounding or a wrong sum, --float64 shows: a right plan is far closer there."
     unmoved = sorted({name for proof in certificate.plans for name in proof.unmoved})
     if unmoved:
         yield f"Moved by no step, so a plan must leave them as they were: {', '.join(unmoved)}"

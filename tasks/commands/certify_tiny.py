@@ -24,8 +24,8 @@ from tasks.params import Params, parse_params
 from tasks.paths import Paths
 from tasks.trainer.base_model import ensure_base
 
-Family = Literal["llama", "qwen2"]
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2")
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "bloom", "glm", "glm4"]
+USUAL_FAMILIES: tuple[Family, ...] = ("llama", "qwen2")
 ROWS = 17
 BATCH = 8
 SHORTEST, LONGEST = 6, 48
@@ -37,6 +37,7 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
+    "head_dim": 8,
     "max_position_embeddings": 128,
     # Wide enough that attention looks at some tokens more than at others.
     "initializer_range": 0.1,
@@ -45,7 +46,16 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 # Of which each of four ranks has columns that blocks of 64 fill.
-WIDER: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
+WIDER: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}
+TIED: tuple[Family, ...] = ("qwen2", "bloom")
+# What llama has not.
+BESIDE: dict[Family, str] = {
+    "qwen2": ", biases, tied embeddings",
+    "qwen3": ", norms of query and key",
+    "bloom": ", ALiBi, biases, tied embeddings",
+    "glm": ", biases, gate and up in one matrix",
+    "glm4": ", biases, gate and up in one matrix, four norms a layer",
+}
 RECIPE: dict[str, Any] = {
     "seed": 7,
     "model.revision": None,
@@ -85,12 +95,9 @@ def _subject(root: Path, family: Family, method: FinetuningType) -> Subject:
     params = _params(root / "model", method)
     ensure_base(params.model, paths)
     _write_rows(paths, params.seed)
-    tied = ", biases, tied embeddings" if family == "qwen2" else ""
     tuning = METHOD_NAMES[method] + ("" if method == "full" else " rank 4 on all linear layers")
-    width = shape["hidden_size"]
-    what = (
-        f"built-in tiny {family} (4 layers, width {width}{tied}), {tuning}, {ROWS} rows, global batch {BATCH}"
-    )
+    built = f"4 layers, width {shape['hidden_size']}{BESIDE.get(family, '')}"
+    what = f"built-in tiny {family} ({built}), {tuning}, {ROWS} rows, global batch {BATCH}"
     return Subject(family, what, params, paths)
 
 
@@ -98,7 +105,7 @@ def _write_model(folder: Path, family: Family, shape: dict[str, Any]) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **shape, tie_word_embeddings=family == "qwen2")
+    config = AutoConfig.for_model(family, **shape, tie_word_embeddings=family in TIED)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RECIPE["seed"])
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

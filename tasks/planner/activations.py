@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tasks.contracts import ModelSpec, Plan, Precision
+from tasks.planner.families import FAMILIES
 from tasks.planner.model_spec import lora_shapes
 from tasks.planner.workload import ELASTANE, SavedBytes, Software, Workload
 
@@ -34,7 +35,12 @@ def layer_bytes_per_token(
     saved = _saved_of(work, software)
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     ffn = active_ffn(spec) * (1.0 if spec.gated_mlp else 0.5)
-    total = saved.hidden * spec.hidden + saved.ffn * ffn + saved.query * query + saved.key * key
+    total = (
+        (saved.hidden + saved.norm * _more_norms(spec)) * spec.hidden
+        + saved.ffn * ffn
+        + saved.query * query
+        + saved.key * key
+    )
     if spec.query_key_norm:
         total += saved.norm * (query + key)
     if work.method != "full":
@@ -44,6 +50,12 @@ def layer_bytes_per_token(
         if work.method == "lora" or software.scales_whole:
             total -= compute * _inputs_not_kept(spec, adapted, active_ffn(spec))
     return total + software.scores * spec.heads * sequence
+
+
+def _more_norms(spec: ModelSpec) -> int:
+    """Norms of a layer beyond the two that `SAVED` was counted with."""
+    family = FAMILIES.get(spec.family)
+    return max(0, family.norms - 2) if family else 0
 
 
 def _saved_of(work: Workload, software: Software) -> SavedBytes:
@@ -110,7 +122,8 @@ def _not_divided(spec: ModelSpec, plan: Plan, work: Workload, software: Software
     if not software.native:
         return 0.0 if plan.sequence_parallel else min(5.0 * compute * spec.hidden, 0.6 * whole)
     adapters = 0 if work.method == "full" else len(lora_shapes(spec, work.lora_targets))
-    hidden = _saved_of(work, software).hidden
+    saved = _saved_of(work, software)
+    hidden = saved.hidden + saved.norm * _more_norms(spec)
     if plan.sequence_parallel:
         casts = sum(not name.endswith(ROWWISE) for name, _, _ in spec.linear_shapes)
         hidden = compute * (casts if work.method == "full" and compute < FLOAT32 else 2.0)

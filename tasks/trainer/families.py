@@ -2,13 +2,13 @@
 
 A family needs one entry: where its decoder keeps layers, embedding table and last norm, and which linear layers are
 cut by their outputs (colwise) or inputs (rowwise). transformers has that plan for most; where it has none, it is here.
-A matrix must be cut in one piece a rank: rows of one head stay together.
+Rows of one head stay together on a rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 class Family:
     """Names in the decoder, and what differs from LLaMA.
 
-    `plan`: pattern of a linear layer's path -> colwise or rowwise; None takes transformers' own. `before`: modules
-    between embedding and layers. `heads`: the attribute of an attention module that counts its heads, if its forward
-    pass reads one. `by_head`: keyword arguments of attention with rows x heads entries in their first dim.
-    `bundled`: a layer returns a tuple.
+    `plan`: pattern of a linear layer's path -> colwise or rowwise; None takes transformers' own. `fused`: names of
+    colwise layers whose outputs are those of several layers of one width, one after another, and of how many.
+    `before`: modules between embedding and layers. `heads`: the attribute of an attention module that counts its
+    heads, if its forward pass reads one. `by_head`: keyword arguments of attention with rows x heads entries in their
+    first dim. `bundled`: a layer returns a tuple. `rounds`: attention takes its softmax in float32 in every precision.
     """
 
     layers: str = "layers"
@@ -29,9 +30,11 @@ class Family:
     norm: str = "norm"
     before: tuple[str, ...] = ()
     plan: Mapping[str, str] | None = None
+    fused: Mapping[str, int] = field(default_factory=dict)
     heads: str | None = None
     by_head: tuple[str, ...] = ()
     bundled: bool = False
+    rounds: bool = False
 
 
 LLAMA = Family()
@@ -50,8 +53,23 @@ BLOOM = Family(
     heads="num_heads",
     by_head=("alibi",),
     bundled=True,
+    rounds=True,
 )
-FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "bloom": BLOOM}
+# Gate and up are one matrix, which transformers' own plan leaves whole; a rank has its rows of both.
+GLM = Family(
+    plan={
+        "layers.*.self_attn.[qkv]_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    },
+    fused={"gate_up_proj": 2},
+)
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA),
+    **dict.fromkeys(("glm", "glm4"), GLM),
+    "bloom": BLOOM,
+}
 
 
 def family_of(base: PreTrainedModel) -> Family:

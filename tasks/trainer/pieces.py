@@ -1,12 +1,13 @@
 """A rank's pieces of the trainable parameters: what is whole where, whose gradients are sums, who counts what.
 
 Under every plan a rank's piece of a parameter is one box of the whole: tensor parallelism cuts one dim, FSDP2 then
-the first, and stages hold other parameters. So checkpoints need no more than boxes, and any plan reads any other's.
+the first, and stages hold other parameters. Of a matrix that is several in one, it is a box of each. So checkpoints
+need no more than boxes, and any plan reads any other's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +22,30 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tasks.trainer.tensor_parallel import TensorParts
+from tasks.trainer.tensor_parallel import Cut, TensorParts
 
 
 @dataclass(frozen=True)
 class Piece:
     """This rank's part of the trainable parameter `name` of the whole model.
 
-    `weight` is what the optimizer moves; `offsets` is where it begins in the parameter of `shape`. `summed`: its
-    gradient is one term of a sum over tensor-parallel ranks. `tied`: a pipeline's first and last stage both hold it,
-    and its gradient is the sum of theirs. `counted`: of several ranks (or stages) that hold the same, this one adds it
-    to the norm.
+    `weight` is what the optimizer moves: these `boxes` of the parameter of `shape`, one after another in the first
+    dim. `summed`: its gradient is one term of a sum over tensor-parallel ranks. `tied`: a pipeline's first and last
+    stage both hold it, and its gradient is the sum of theirs. `counted`: of several ranks (or stages) that hold the
+    same, this one adds it to the norm.
     """
 
     name: str
     weight: torch.nn.Parameter
     shape: torch.Size
-    offsets: tuple[int, ...]
+    boxes: tuple[ChunkStorageMetadata, ...]
     summed: bool
     tied: bool
     counted: bool
 
     def box(self, tensor: torch.Tensor) -> Box:
-        """A tensor of the weight's shape (the weight, a moment) as a box of the whole."""
-        return Box.of(local(tensor), self.shape, self.offsets)
+        """A tensor of the weight's shape (the weight, a moment) as what it is of the whole."""
+        return Box.of(local(tensor), self.shape, self.boxes)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,60 +73,76 @@ def pieces_of(
             continue
         name = canonical.get(own_name, own_name)
         cut = parts.cuts.get(own_name) if parts else None
-        offsets = [0] * weight.dim()
+        offsets: Sequence[int] = [0] * weight.dim()
         if isinstance(weight, DTensor):
-            _, sharded = compute_local_shape_and_global_offset(
+            _, offsets = compute_local_shape_and_global_offset(
                 weight.shape, weight.device_mesh, weight.placements
             )
-            offsets = list(sharded)
-        if cut:
-            offsets[cut.dim] += cut.start
         yield Piece(
             name=name,
             weight=weight,
             shape=cut.whole if cut else weight.shape,
-            offsets=tuple(offsets),
+            boxes=tuple(boxes_of(offsets, local(weight).shape, cut)),
             summed=parts is not None and own_name in parts.summed,
             tied=name in tied,
             counted=(first_stage or name not in tied) and (cut is not None or rank == 0),
         )
 
 
-class Box(torch.Tensor):
-    """A tensor of the whole's shape that holds one box of it: what torch's distributed checkpoint writes and reads."""
+def boxes_of(offsets: Sequence[int], sizes: torch.Size, cut: Cut | None) -> Iterator[ChunkStorageMetadata]:
+    """What the box from `offsets` on of a rank's part is of the whole: one box in each of the cut's spans it meets."""
+    if not sizes.numel():
+        return
+    if cut is None:
+        yield ChunkStorageMetadata(torch.Size(offsets), sizes)
+        return
+    dim, before = cut.dim, 0
+    for start, size in cut.spans:
+        first = max(offsets[dim], before)
+        last = min(offsets[dim] + sizes[dim], before + size)
+        if first < last:
+            at = (*offsets[:dim], start + first - before, *offsets[dim + 1 :])
+            yield ChunkStorageMetadata(
+                torch.Size(at), torch.Size((*sizes[:dim], last - first, *sizes[dim + 1 :]))
+            )
+        before += size
 
-    inside: torch.Tensor
-    offsets: torch.Size
+
+class Box(torch.Tensor):
+    """A tensor of the whole's shape that holds one box of it, or several: what torch's distributed checkpoint writes
+    and reads.
+    """
+
+    inside: dict[torch.Size, torch.Tensor]  # by where in the whole it begins
 
     @classmethod
-    def of(cls, inside: torch.Tensor, whole: torch.Size, offsets: Iterable[int]) -> Box:
+    def of(cls, inside: torch.Tensor, whole: torch.Size, boxes: Sequence[ChunkStorageMetadata]) -> Box:
         box = torch.Tensor._make_wrapper_subclass(cls, whole, dtype=inside.dtype, device=inside.device)
-        box.inside, box.offsets = inside.detach(), torch.Size(offsets)
+        inside = inside.detach()
+        views = inside.split([each.sizes[0] for each in boxes]) if len(boxes) > 1 else (inside,) * len(boxes)
+        box.inside = {each.offsets: view for each, view in zip(boxes, views, strict=True)}
         return box
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        if not self.inside.numel():
-            return []
         return [
             WriteItem(
-                index=MetadataIndex(fqn, self.offsets),
+                index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=self._chunk(),
-                    properties=TensorProperties.create_from_tensor(self.inside),
+                    chunk=chunk,
+                    properties=TensorProperties(dtype=self.dtype),
                     size=self.shape,
                 ),
             )
+            for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()] if self.inside.numel() else []
+        return [ChunkStorageMetadata(offsets, view.shape) for offsets, view in self.inside.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.inside
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=self.offsets, sizes=self.inside.shape)
+        assert index.offset is not None
+        return self.inside[index.offset]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -97,25 +97,28 @@ class NF4Linear(nn.Linear):
         shape = (self.out_features, self.in_features)
         return _matrix(dtype, shape, self.weight, self.scales, self.steps, self.offset, self.table)
 
-    def keep(self, dim: int, start: int, size: int) -> None:
-        """Leaves of the matrix, in place, `size` rows (dim 0) or columns (dim 1) from `start` on."""
-        self._kept = dim, start, size
+    def keep(self, dim: int, spans: Sequence[tuple[int, int]]) -> None:
+        """Leaves of the matrix, in place, the rows (dim 0) or columns (dim 1) of `spans` (start, size), in order."""
+        self._kept = dim, spans
         rows, columns = self.out_features, self.in_features
         scales = _scales(self.scales, self.steps, self.offset, self.table)
-        a_row = columns if dim == 0 else 1
-        aligned = start * a_row % BLOCK == 0 == size * a_row % BLOCK and (dim == 0 or columns % BLOCK == 0)
-        assert aligned, "the plan's rules let matrices be cut between blocks alone"
-        if dim == 0:
-            packed = self.weight.detach().narrow(0, start * columns // 2, size * columns // 2)
-            scales = scales.narrow(0, start * columns // BLOCK, size * columns // BLOCK)
-            self.out_features = size
-        else:
-            packed = self.weight.detach().view(rows, -1).narrow(1, start // 2, size // 2)
-            scales = scales.view(rows, -1).narrow(1, start // BLOCK, size // BLOCK)
-            self.in_features = size
-        self.weight = nn.Parameter(packed.flatten().clone(), requires_grad=False)
-        self.scales = scales.flatten().clone()
+        lines, each = (1, columns) if dim == 0 else (rows, 1)  # a span is one run of numbers in every line
+        aligned = all(number * each % BLOCK == 0 for span in spans for number in span)
+        assert aligned and (dim == 0 or columns % BLOCK == 0), (
+            "the plan's rules let matrices be cut between blocks alone"
+        )
+
+        def part(stored: torch.Tensor, numbers: int) -> torch.Tensor:
+            """Of what holds so many numbers an entry."""
+            table = stored.view(lines, -1)
+            runs = [(start * each // numbers, size * each // numbers) for start, size in spans]
+            return torch.cat([table.narrow(1, *run) for run in runs], 1).flatten()
+
+        self.weight = nn.Parameter(part(self.weight.detach(), 2), requires_grad=False)
+        self.scales = part(scales, BLOCK)
         self.steps = self.offset = self.table = None
+        left = sum(size for _, size in spans)
+        self.out_features, self.in_features = (left, columns) if dim == 0 else (rows, left)
 
     def fill(self, matrix: torch.Tensor, shards: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Takes its numbers, which it had only shapes of, from the whole matrix that it stands for, on its device.

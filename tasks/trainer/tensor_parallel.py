@@ -30,10 +30,13 @@ CUT_DIM = {"colwise": 0, "rowwise": 1}
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank holds of a parameter of shape `whole`: from `start` on along `dim`."""
+    """What a rank holds of a parameter of shape `whole`: along `dim` these spans (start, size), one after another.
+
+    There are several of a matrix that is several in one, and these are rows (dim 0).
+    """
 
     dim: int
-    start: int
+    spans: tuple[tuple[int, int], ...]
     whole: torch.Size
 
 
@@ -85,7 +88,9 @@ def cut_over_ranks(
         style = _style(plan, path)
         if style is None:
             continue
-        _cut_linear(module, names[module], CUT_DIM[style], parts)
+        _cut_linear(
+            module, names[module], CUT_DIM[style], parts, family.fused.get(path.rpartition(".")[2], 1)
+        )
         if style == "rowwise":
             region = decoder.get_submodule(path.rpartition(".")[0])
             regions.append(names[region])
@@ -116,36 +121,44 @@ def _style(plan: Mapping[str, str], path: str) -> str | None:
     return None
 
 
-def _cut_linear(module: nn.Module, name: str, dim: int, parts: TensorParts) -> None:
-    """A linear layer, or one with adapters around it."""
+def _cut_linear(module: nn.Module, name: str, dim: int, parts: TensorParts, fused: int = 1) -> None:
+    """A linear layer, or one with adapters around it; `fused` layers of one width in one."""
     if isinstance(module, LoraLayer):
-        _cut_linear(module.get_base_layer(), f"{name}.base_layer", dim, parts)
+        _cut_linear(module.get_base_layer(), f"{name}.base_layer", dim, parts, fused)
         which = "lora_B" if dim == 0 else "lora_A"
         for adapter, layer in getattr(module, which).items():
-            _cut_parameter(layer, "weight", f"{name}.{which}.{adapter}.weight", dim, parts)
+            _cut_parameter(layer, "weight", f"{name}.{which}.{adapter}.weight", dim, parts, fused)
         return
     if isinstance(module, NF4Linear):
-        size = (module.out_features, module.in_features)[dim] // parts.group.size()
-        module.keep(dim, size * parts.group.rank(), size)
+        module.keep(dim, _spans((module.out_features, module.in_features)[dim], fused, parts))
     else:
-        _cut_parameter(module, "weight", f"{name}.weight", dim, parts)
+        _cut_parameter(module, "weight", f"{name}.weight", dim, parts, fused)
     if module.bias is None:
         return
     if dim == 0:
-        _cut_parameter(module, "bias", f"{name}.bias", 0, parts)
+        _cut_parameter(module, "bias", f"{name}.bias", 0, parts, fused)
     elif parts.group.rank() > 0 and isinstance(module, NF4Linear):  # added once to the sum
         module.bias = None
     elif parts.group.rank() > 0:
         module.forward = lambda inputs: functional.linear(inputs, module.weight)
 
 
-def _cut_parameter(module: nn.Module, attribute: str, name: str, dim: int, parts: TensorParts) -> None:
-    weight = getattr(module, attribute)
-    size = -(-weight.shape[dim] // parts.group.size())  # a vocabulary may leave the last rank fewer
+def _spans(width: int, fused: int, parts: TensorParts) -> tuple[tuple[int, int], ...]:
+    """This rank's part of each of `fused` sections of a width: (start, size)."""
+    section = width // fused
+    size = -(-section // parts.group.size())  # a vocabulary may leave the last rank fewer
     start = size * parts.group.rank()
-    part = weight.detach().narrow(dim, start, min(size, weight.shape[dim] - start)).clone()
+    return tuple((before + start, min(size, section - start)) for before in range(0, width, section))
+
+
+def _cut_parameter(
+    module: nn.Module, attribute: str, name: str, dim: int, parts: TensorParts, fused: int = 1
+) -> None:
+    weight = getattr(module, attribute)
+    cut = Cut(dim, _spans(weight.shape[dim], fused, parts), weight.shape)
+    part = torch.cat([weight.detach().narrow(dim, *span) for span in cut.spans], dim)
     setattr(module, attribute, nn.Parameter(part, requires_grad=weight.requires_grad))
-    parts.cuts[name] = Cut(dim, start, weight.shape)
+    parts.cuts[name] = cut
 
 
 def _enter(parts: TensorParts) -> Callable[..., Any]:
@@ -205,7 +218,7 @@ def _cut_vocabulary(base: PreTrainedModel, names: dict[nn.Module, str], parts: T
     if isinstance(table, nn.Embedding):  # one with adapters stays whole on every rank
         name = f"{names[table]}.weight"
         _cut_parameter(table, "weight", name, 0, parts)
-        setattr(decoder, family.table, VocabularyEmbedding(table, parts.cuts[name].start, parts.group))
+        setattr(decoder, family.table, VocabularyEmbedding(table, parts.cuts[name].spans[0][0], parts.group))
     if tied:
         head.weight = table.weight
         parts.cuts[f"{names[head]}.weight"] = parts.cuts[f"{names[table]}.weight"]

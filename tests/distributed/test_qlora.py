@@ -45,8 +45,9 @@ PLANS = {
 MODELS = {
     "llama": {"family": "llama", "layers": 4, "hidden": 128},
     "qwen2": {"family": "qwen2", "layers": 4, "hidden": 128, "tied": True},
+    "glm": {"family": "glm", "layers": 4, "hidden": 128},
 }
-QUICK = {"llama": (), "qwen2": ("ddp2", "tp2pp2")}
+QUICK = {"llama": (), "qwen2": ("ddp2", "tp2pp2"), "glm": ()}
 CASES = [
     pytest.param(model, name, marks=() if name in QUICK[model] else pytest.mark.slow, id=f"{model}-{name}")
     for model in MODELS
@@ -55,14 +56,27 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Trained]]:
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A workspace for each model, made when first asked for."""
+
+    class Lazily(dict[str, Path]):
+        def __missing__(self, model: str) -> Path:
+            self[model] = tmp_path_factory.mktemp(model) / "w"
+            changes = {"train.finetuning_type": "qlora", "train.num_train_epochs": 1}
+            return workspace(self[model], MODELS[model], **changes)
+
+    return Lazily()
+
+
+@pytest.fixture(scope="module")
+def reference(
+    roots: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Trained]]:
     """Each model as one process trains it in float32, trained when first asked for."""
 
     class Lazily(dict[str, tuple[Path, Trained]]):
         def __missing__(self, model: str) -> tuple[Path, Trained]:
-            root = tmp_path_factory.mktemp(model) / "w"
-            workspace(root, MODELS[model], **{"train.finetuning_type": "qlora", "train.num_train_epochs": 1})
-            self[model] = root, keep(train(root, tiny.params(), ONE), tmp_path_factory)
+            self[model] = roots[model], keep(train(roots[model], tiny.params(), ONE), tmp_path_factory)
             return self[model]
 
     return Lazily()
@@ -75,18 +89,20 @@ def test_equals_one_process(reference: dict[str, tuple[Path, Trained]], model: s
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("model", "name"),
     [
-        pytest.param("fsdp2", marks=pytest.mark.slow),
-        pytest.param("tp2", marks=pytest.mark.slow),
-        "pp2",
-        "fsdp2tp2",
+        pytest.param("qwen2", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("qwen2", "tp2", marks=pytest.mark.slow),
+        ("qwen2", "pp2"),
+        ("qwen2", "fsdp2tp2"),
+        pytest.param("glm", "tp2", marks=pytest.mark.slow),
+        ("glm", "fsdp2tp2"),
     ],
 )
 def test_parts_are_bit_equal_to_the_base_of_one_process(
-    reference: dict[str, tuple[Path, Trained]], name: str
+    roots: dict[str, Path], model: str, name: str
 ) -> None:
-    run_ranks(PLANS[name].world_size, hold_the_same_base, str(reference["qwen2"][0]), PLANS[name])
+    run_ranks(PLANS[name].world_size, hold_the_same_base, str(roots[model]), PLANS[name])
 
 
 def hold_the_same_base(root: str, plan: Plan) -> None:
@@ -115,9 +131,10 @@ def hold_the_same_base(root: str, plan: Plan) -> None:
             module.matrix(torch.float32),
             whole[name.removesuffix(".base_layer")].matrix(torch.float32),
         )
-        rows, columns = mine.shape
-        place = full[rows * rank :][:rows] if rows < len(full) else full[:, columns * rank :][:, :columns]
-        assert torch.equal(mine, place), name
+        dim = 0 if len(mine) < len(full) else 1
+        fused = 2 if "gate_up_proj" in name else 1  # of each of two matrices in one
+        sections = [section.chunk(plan.tp, dim)[rank] for section in full.chunk(fused, dim)]
+        assert torch.equal(mine, torch.cat(sections, dim)), name
         numbers += mine.numel()
     counted = torch.tensor([numbers, packed])
     dist.all_reduce(counted)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ PLANS = {
     "tp2pp2": tiny.cpu_plan(1, 2, 4, tp=2, pp=2, schedule="1f1b"),
 }
 STEPS_A_LEG = 2  # the wish to stop travels with the next step
+QWEN = {"family": "qwen2", "tied": True}
 
 
 def grand_tour(names: Sequence[str]) -> list[str]:
@@ -58,11 +60,11 @@ def travel(root: Path, visits: Sequence[Plan]) -> None:
     assert_same(whole, last, start_weights(root), loss=1e-9, moved=1e-9)
 
 
-def recipe(root: Path, method: str, epochs: int) -> Path:
+def recipe(root: Path, method: str, epochs: int, model: Mapping[str, Any] = QWEN) -> Path:
     changes = {"train.finetuning_type": method, "train.num_train_epochs": epochs}
     if method == "full":
         changes["train.learning_rate"] = 0.003
-    return workspace(root, {"family": "qwen2", "tied": True}, **changes)
+    return workspace(root, dict(model), **changes)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,29 @@ def recipe(root: Path, method: str, epochs: int) -> Path:
 )
 def test_a_run_is_the_same_through_every_plan(method: str, visits: list[str], tmp_path: Path) -> None:
     travel(recipe(tmp_path / "w", method, 3), [PLANS[name] for name in visits])
+
+
+@pytest.mark.parametrize(
+    ("method", "visits"),
+    [
+        ("full", ["tp2", "fsdp2", "tp2pp2"]),
+        *(
+            pytest.param(
+                method, ["tp2", "fsdp2", "tp2", "pp2", "tp2", "single", "fsdp2tp2"], marks=pytest.mark.slow
+            )
+            for method in ("full", "lora")
+        ),
+    ],
+)
+def test_a_piece_of_several_boxes_is_read_by_other_plans(
+    method: str, visits: list[str], tmp_path: Path
+) -> None:
+    """glm's gate_up_proj is two matrices in one: under tensor parallelism a rank's part of it is two boxes."""
+    plans = PLANS | {
+        "fsdp2": tiny.cpu_plan(1, 2, 2, shards=2),
+        "fsdp2tp2": tiny.cpu_plan(1, 2, 2, shards=2, tp=2),
+    }
+    travel(recipe(tmp_path / "w", method, 3, {"family": "glm"}), [plans[name] for name in visits])
 
 
 @pytest.mark.slow

@@ -16,12 +16,15 @@ from tests.distributed.ranks import Trained, run_ranks, train
 pytestmark = pytest.mark.distributed
 
 PLANS = {
+    "ddp2": tiny.cpu_plan(2, 2, 2),
+    "fsdp2": tiny.cpu_plan(1, 2, 2, shards=2),
     "tp2": tiny.cpu_plan(1, 2, 4, tp=2),
     "tp2sp": tiny.cpu_plan(1, 2, 4, tp=2, sequence_parallel=True),
     "pp2": tiny.cpu_plan(1, 2, 4, pp=2, schedule="1f1b"),
     "pp2-gpipe": tiny.cpu_plan(1, 2, 4, pp=2, schedule="gpipe"),
     "pp2v2": tiny.cpu_plan(1, 2, 4, pp=2, schedule="interleaved1f1b", virtual_stages=2),
     "pp2v2-zerobubble": tiny.cpu_plan(1, 2, 4, pp=2, schedule="zerobubble", virtual_stages=2),
+    "tp2pp2": tiny.cpu_plan(1, 2, 4, tp=2, pp=2, schedule="1f1b"),
     "tp2sppp2": tiny.cpu_plan(1, 2, 4, tp=2, sequence_parallel=True, pp=2, schedule="1f1b"),
     "dp2tp2": tiny.cpu_plan(2, 2, 2, tp=2),
     "dp2pp2": tiny.cpu_plan(2, 2, 2, pp=2, schedule="1f1b"),
@@ -35,13 +38,16 @@ PLANS = {
 FULL_ALONE = {name for name, plan in PLANS.items() if plan.schedule == "zerobubble"}
 # transformers' BLOOM takes the softmax of attention in float32 always: DDP2 differs by 1e-11 and 2e-6 there.
 FLOAT32_INSIDE = (1e-8, 1e-5)
-# A head that is the embedding, and biases; a group norm of query and key in qwen3.
+# A head that is the embedding, and biases; a group norm of query and key in qwen3; gate and up in one matrix in glm,
+# and two more norms a layer in glm4.
 MODELS = {
     "llama": {"family": "llama", "layers": 4},
     "qwen2": {"family": "qwen2", "layers": 4, "tied": True},
     "qwen3": {"family": "qwen3", "layers": 4},
     "mistral": {"family": "mistral", "layers": 4},
     "bloom": {"family": "bloom", "layers": 4, "tied": True},
+    "glm": {"family": "glm", "layers": 4},
+    "glm4": {"family": "glm4", "layers": 4},
 }
 CLIPS = dict.fromkeys(MODELS, CLIP) | {"bloom": 0.05}  # its adapters' gradients are small
 QUICK = {
@@ -51,6 +57,9 @@ QUICK = {
     ("qwen2", "lora"): ("tp2", "pp2v2", "dp2tp2"),
     ("bloom", "full"): ("tp2sp", "pp2"),
     ("bloom", "lora"): ("tp2sppp2",),
+    ("glm", "full"): ("fsdp2tp2sp",),
+    ("glm", "lora"): ("tp2pp2",),
+    ("glm4", "full"): ("tp2sp",),
 }
 CASES = [
     pytest.param(

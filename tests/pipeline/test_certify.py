@@ -9,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from tasks.commands import certify_runs
+from tasks.commands import certify_runs, certify_tiny
 from tasks.commands.certify_names import NotRun, parse_name
 from tasks.commands.certify_runs import ERROR_LINE, overheard, train_under
 from tasks.contracts import HardwareProfile, Plan, Registration
@@ -25,6 +25,7 @@ from tasks.register import register
 from tests import tiny
 from tests.distributed.ranks import run_ranks
 from tests.pipeline.workspace import Workspace
+from tests.unit import legacy_cases
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.distributed]
 
@@ -152,7 +153,7 @@ def test_right_sums_are_the_same_and_everything_was_met(certify: Any) -> None:
 
 
 def test_float64_leaves_no_room_for_a_wrong_sum(certify: Any) -> None:
-    code, said = certify("--family", "llama", "--method", "lora", "--float64", "--plans", "tp2pp2")
+    code, said = certify("--family", "glm", "--method", "lora", "--float64", "--plans", "tp2pp2")
     assert code == 0 and statuses(said) == {"single": "reference", "tp2pp2": "same"}, said
     assert said["tolerance"] == {"loss": 1e-9, "grad_norm": 1e-9, "weights": 1e-9}
     assert 0 < said["plans"][1]["weights"] < 1e-11
@@ -206,6 +207,26 @@ def test_every_plan_is_the_same(certify: Any, method: str, precision: tuple[str,
     assert statuses(said) == {"single": "reference", **dict.fromkeys(plans, "same")}, said
     assert code == 0
     assert said["tolerance"]["weights"] == (1e-9 if precision else 1e-3)
+
+
+CONVERTED = ("baichuan", "chatglm3")  # published layouts, which `prepare_data` converts
+TUNED = [
+    (family, method) for family in (*get_args(certify_tiny.Family), *CONVERTED) for method in ("full", "lora")
+]
+IN_4_BITS = [(family, "qlora") for family in ("llama", "qwen2", "glm")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "method"), TUNED + IN_4_BITS)
+def test_every_family_is_the_same(certify: Any, family: str, method: str, monkeypatch: Any) -> None:
+    """In float64, but for bloom's attention, which rounds to float32 inside."""
+    options, plans = ["--float64", "--method", method], ["ddp2", "fsdp2", "tp2", "pp2", "tp2pp2"]
+    if family in CONVERTED:
+        monkeypatch.setattr(certify_tiny, "_write_model", lambda to, *_: legacy_cases.write(to, family))
+    options += ["--family", "llama" if family in CONVERTED else family]
+    code, said = certify(*options, "--plans", ",".join(plans))
+    assert code == 0 and statuses(said) == {"single": "reference", **dict.fromkeys(plans, "same")}, said
+    assert max(each["weights"] for each in said["plans"]) < (1e-5 if family == "bloom" else 1e-11)
 
 
 # --- workers that fail -----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ SHAPES = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "vocab_size": 64,
+    "pad_token_id": 0,
 }
 
 
@@ -76,6 +77,34 @@ def test_activations_of_a_layer_are_those_torch_saves(software, model_type, meth
     spec = model_spec({"model_type": model_type, **SHAPES})
     predicted = layer_bytes_per_token(spec, work(method, precision), software)
     assert predicted == pytest.approx(real, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("method", "precision"),
+    [
+        ("full", "bfloat16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("full", "float32"), ("lora", "float32"), ("lora", "bfloat16"))
+        ),
+    ],
+)
+def test_two_more_norms_in_a_layer_keep_more(method, precision):
+    """glm4 is glm with a norm behind attention and one behind the MLP."""
+
+    def real(family: str) -> float:
+        def layer(tokens: int) -> int:
+            two, one = (bytes_kept(family, method, precision, layers, tokens) for layers in (2, 1))
+            return two - one
+
+        return (layer(128) - layer(64)) / 64
+
+    def predicted(family: str) -> float:
+        spec = model_spec({"model_type": family, **SHAPES})
+        return layer_bytes_per_token(spec, work(method, precision), ELASTANE)
+
+    assert predicted("glm4") - predicted("glm") == pytest.approx(real("glm4") - real("glm"), rel=0.03)
+    assert predicted("glm4") == pytest.approx(real("glm4"), rel=0.07)
 
 
 def work(method: str = "lora", precision: str = "bfloat16", longest: int = 512, **changes) -> Workload:

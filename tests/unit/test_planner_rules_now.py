@@ -45,7 +45,7 @@ def random_spec(draw: random.Random):
     heads = draw.choice([4, 8, 16, 32])
     return model_spec(
         {
-            "model_type": draw.choice(["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"]),
+            "model_type": draw.choice(["llama", "mistral", "qwen2", "qwen3", "glm4", "gemma", "phi3"]),
             "hidden_size": heads * draw.choice([32, 64, 128]),
             "intermediate_size": draw.choice([512, 2048, 11008]),
             "num_hidden_layers": draw.choice([2, 16, 40]),
@@ -89,7 +89,7 @@ def check_now(candidate: Candidate, asked: Problem, pins: dict[str, object]) -> 
     assert plan.sharding == ("fsdp2" if plan.dp_shard > 1 else "none")
     assert plan.activation_checkpointing in ("none", "selective", "full")
     assert plan.device == machine.device
-    if asked.spec.family not in ("llama", "mistral", "qwen2", "qwen3", "bloom"):
+    if asked.spec.family not in ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "bloom"):
         assert (plan.tp, plan.pp) == (1, 1)
     assert all(width % plan.tp == 0 for width in (asked.spec.heads, asked.spec.kv_heads, asked.spec.ffn))
     assert plan.sequence_parallel <= (plan.tp > 1)

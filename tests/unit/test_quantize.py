@@ -72,16 +72,28 @@ def test_parts_hold_the_numbers_of_the_whole(dim: int, size: int) -> None:
     parts = []
     for start in range(0, whole.shape[dim], size):
         part = NF4Linear(layer, CPU, CPU)
-        part.keep(dim, start, size)
+        part.keep(dim, [(start, size)])
         assert part.weight.numel() == whole.numel() * size // whole.shape[dim] // 2
         parts.append(part.matrix(torch.float32))
     assert torch.equal(torch.cat(parts, dim), whole)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_of_two_matrices_in_one(dim: int) -> None:
+    layer = linear(96, 256)
+    whole = NF4Linear(layer, CPU, CPU).matrix(torch.float32)
+    part = NF4Linear(layer, CPU, CPU)
+    spans = [(0, 64), (192, 64)] if dim else [(8, 16), (56, 16)]
+    part.keep(dim, spans)
+    expected = torch.cat([whole.narrow(dim, *span) for span in spans], dim)
+    assert (part.out_features, part.in_features) == expected.shape
+    assert torch.equal(part.matrix(torch.float32), expected)
+
+
 @pytest.mark.parametrize(("dim", "size"), [(0, 3), (1, 32)])
 def test_no_part_ends_inside_a_block(dim: int, size: int) -> None:
     with pytest.raises(AssertionError, match="between blocks alone"):
-        NF4Linear(linear(96, 96), CPU, CPU).keep(dim, 0, size)
+        NF4Linear(linear(96, 96), CPU, CPU).keep(dim, [(0, size)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -194,5 +206,5 @@ def test_bytes_are_those_the_planner_counts() -> None:
     four = NF4Linear(linear(1024, 512, bias=False), CPU, CPU)
     held = [four.weight, four.scales, four.steps]
     assert sum(tensor.nbytes for tensor in held) == NF4_BYTES * 1024 * 512
-    four.keep(0, 512, 512)
+    four.keep(0, [(512, 512)])
     assert four.weight.nbytes + four.scales.nbytes == NF4_CUT_BYTES * 512 * 512

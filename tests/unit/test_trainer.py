@@ -6,11 +6,14 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.nn import functional
 
 from tasks.contracts import CheckpointManifest
@@ -27,7 +30,10 @@ from tasks.trainer.loading import load_base
 from tasks.trainer.loop import collate
 from tasks.trainer.loss import TokenLossSum
 from tasks.trainer.loss_scale import LossScale
+from tasks.trainer.pieces import Box, boxes_of
 from tasks.trainer.run_state import StepLog, StepRecord
+from tasks.trainer.tensor_parallel import Cut
+from tasks.trainer.training_state import read_weights
 from tests import tiny
 
 
@@ -129,6 +135,35 @@ def test_a_checkpoint_without_manifest_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000009").mkdir()
     manifest(7).write(tmp_path / "checkpoints" / ".step-00000007" / "manifest.json")
     assert [item[1].step for item in complete_checkpoints(tmp_path)] == [1, 3]
+
+
+def parts_of_two_in_one(
+    whole: torch.Tensor, ranks: int, shards: int
+) -> Iterator[tuple[torch.Tensor, tuple[ChunkStorageMetadata, ...]]]:
+    """Tensor parallelism cuts each half over ranks, FSDP2 then a rank's part over shards."""
+    half = len(whole) // 2
+    size = half // ranks
+    for first in range(0, half, size):
+        spans = ((first, size), (half + first, size))
+        part = torch.cat([whole[start : start + size] for start, _ in spans])
+        begin = 0
+        for shard in part.chunk(shards):
+            yield shard, tuple(boxes_of((begin, 0), shard.shape, Cut(0, spans, whole.shape)))
+            begin += len(shard)
+
+
+def test_parts_of_two_matrices_in_one_are_read_by_any_other_layout(tmp_path: Path) -> None:
+    whole = torch.arange(36.0 * 5).view(36, 5)
+    written = Box.of(whole, whole.shape, ())
+    for shard, boxes in parts_of_two_in_one(whole, 2, 4):
+        written.inside |= Box.of(shard, whole.shape, boxes).inside
+    assert len(written.inside) == 2 * (4 + 1), "one shard in four has rows of both halves"
+    dcp.save({"model": {"w": written}}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(read_weights(tmp_path, None)["w"], whole)
+    for expected, boxes in parts_of_two_in_one(whole, 3, 5):
+        read = torch.zeros_like(expected)
+        dcp.load({"model": {"w": Box.of(read, whole.shape, boxes)}}, checkpoint_id=tmp_path, no_dist=True)
+        assert torch.equal(read, expected)
 
 
 def record(step: int) -> StepRecord:
