@@ -20,8 +20,8 @@ class Family:
 
     `plan`: pattern of a linear layer's path -> colwise or rowwise; None takes transformers' own. `before`: modules
     between embedding and layers. `heads`: the attribute of an attention module that counts its heads, if its forward
-    pass reads one. `by_head`: keyword arguments of attention with rows x heads entries in their first dim.
-    `bundled`: a layer returns a tuple.
+    pass reads one. `by_head`: keyword arguments of attention with rows x heads entries in their first dim. `alibi`:
+    the decoder's module that makes the mask of every head and can `keep` a rank's. `bundled`: a layer returns a tuple.
     """
 
     layers: str = "layers"
@@ -31,6 +31,7 @@ class Family:
     plan: Mapping[str, str] | None = None
     heads: str | None = None
     by_head: tuple[str, ...] = ()
+    alibi: str | None = None
     bundled: bool = False
 
 
@@ -51,7 +52,14 @@ BLOOM = Family(
     by_head=("alibi",),
     bundled=True,
 )
-FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "bloom": BLOOM}
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "bloom": BLOOM,
+    "llama_alibi": Family(alibi="alibi"),  # Baichuan-13B; its linear layers and their plan are LLaMA's
+}
 
 
 def family_of(base: PreTrainedModel) -> Family:

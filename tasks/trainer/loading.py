@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import tasks.trainer.llama_alibi  # noqa: F401 (which makes the class known to transformers)
 from tasks.contracts import BaseModelRef, FinalManifest, FinetuningType, Precision, TrainReport
 from tasks.errors import UserError
 from tasks.paths import Paths

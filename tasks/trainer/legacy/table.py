@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+KEPT = "published"  # of a model with a class of this project: its published small files, beside the converted ones
+
+
 @dataclass(frozen=True)
 class Rule:
     """Where one published tensor goes. `{n}` is a layer's number.
@@ -34,13 +37,15 @@ class Native:
     """The same model for a class of transformers.
 
     `config` is for `AutoConfig.for_model`, `dropped` are published buffers that the class computes itself, `notes`
-    are what the user should know of the conversion.
+    are what the user should know of the conversion. `own`: the class is this project's, so nobody else can open what
+    it saves, and exports are written back in the published layout; no rule may change numbers then.
     """
 
     config: Mapping[str, object]
     rules: tuple[Rule, ...]
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    own: bool = False
 
 
 @dataclass(frozen=True)
