@@ -42,6 +42,7 @@ MODELS = {
     "qwen3": {"family": "qwen3", "layers": 4},
     "mistral": {"family": "mistral", "layers": 4},
     "bloom": {"family": "bloom", "layers": 4, "tied": True},
+    "llama_alibi": {"family": "llama_alibi", "layers": 4},
 }
 CLIPS = dict.fromkeys(MODELS, CLIP) | {"bloom": 0.05}  # its adapters' gradients are small
 QUICK = {
