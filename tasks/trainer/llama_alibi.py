@@ -66,9 +66,10 @@ class Alibi(nn.Module):
         distances = (positions[:, None] - positions.index_select(1, asked)[:, :, None]).to(exact)
         slopes = torch.tensor(self.slopes, dtype=exact).to(asked.device, non_blocking=True)
         shape = (len(seen), len(slopes), len(asked), keys + -keys % ALIGNED)
-        added = torch.zeros(shape, dtype=dtype, device=asked.device)[..., :keys]
+        added: torch.Tensor = torch.zeros(shape, dtype=dtype, device=asked.device)[..., :keys]
         torch.mul(slopes[:, None, None], distances[:, None], out=added)
-        return added.masked_fill_(~seen[:, None], torch.finfo(dtype).min)
+        added.masked_fill_(~seen[:, None], torch.finfo(dtype).min)
+        return added
 
 
 class Unturned(nn.Module):

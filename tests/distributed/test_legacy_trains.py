@@ -143,6 +143,8 @@ def test_a_13b_is_exported_as_it_was_published(
     )
     weights = load_file(folder / "model.safetensors")
     assert {name: tuple(value.shape) for name, value in weights.items()} == legacy_cases.shapes(KIND)
+    lengths = weights["lm_head.weight"].norm(dim=1)
+    torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=0, atol=1e-6)
     for row, ids in enumerate(IDS):
         torch.testing.assert_close(reference(KIND, weights, ids), expected[row], rtol=0, atol=2e-5)
     assert read_object(folder / "config.json") == legacy_cases.CONFIGS[KIND] | {"torch_dtype": "float32"}
@@ -150,8 +152,7 @@ def test_a_13b_is_exported_as_it_was_published(
     ensure_base(params.model.model_copy(update={"name_or_path": str(folder)}), again)
     with torch.inference_mode():
         logits = load_base(again, torch.float32)(input_ids=IDS).logits
-    # An adapter's sum is rounded once when it is merged.
-    torch.testing.assert_close(logits, expected, rtol=0, atol=0 if method == "full" else 2e-5)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
     tokenizers = [load_tokenizer(one) for one in (paths, again)]
     tokenizers.append(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     for text in legacy_cases.TEXT:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.trainer.base_model import ensure_base
 from tasks.trainer.families import layers_of
+from tasks.trainer.legacy.publish import check_foldable, write_back
 from tasks.trainer.llama_alibi import Alibi, UnitRows, alibi_slopes
 from tasks.trainer.loading import load_base
 from tasks.trainer.quantize import quantize
@@ -195,3 +201,30 @@ def test_a_head_of_unit_rows_learns_as_one_whose_rows_are_brought_to_length_one(
     for out in logits:
         out.log_softmax(-1)[:, 2].sum().backward()
     torch.testing.assert_close(head.weight.grad, copy.grad)
+
+
+def test_an_adapter_on_a_head_of_unit_rows_is_not_merged() -> None:
+    for unit_head, targets in ((True, ["lm_head"]), (True, ["q_proj"]), (False, ["lm_head"])):
+        config = LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM")
+        model = get_peft_model(random_model(unit_head=unit_head), config)
+        if unit_head and targets == ["lm_head"]:
+            with pytest.raises(UserError, match=r"cannot be merged; leave out --merge, or train without"):
+                check_foldable(model)
+        else:
+            check_foldable(model)
+
+
+def test_write_back_keeps_memory_to_a_file_and_numbers_to_the_bit(base: Paths, tmp_path: Path) -> None:
+    load_base(base, torch.float32).save_pretrained(tmp_path, max_shard_size="60KB")
+    said = write_back(base.base, tmp_path, "m", shard_bytes=70_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and {file.name for file in files} == set(index["weight_map"].values())
+    written = {name: value for file in files for name, value in load_file(file).items()}
+    published = legacy_cases.random_weights(KIND)
+    assert written.keys() == published.keys() == index["weight_map"].keys()
+    assert all(
+        torch.equal(value, written[name]) for name, value in published.items() if name != "lm_head.weight"
+    )
+    assert "was published in (baichuan); configuration_baichuan.py, modeling_baichuan.py did not lie" in said
+    assert not list(tmp_path.glob(".published-*"))

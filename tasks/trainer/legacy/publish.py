@@ -23,7 +23,7 @@ from tasks.errors import UserError
 from tasks.trainer.legacy.checkpoint import SHARD_BYTES, Writer
 from tasks.trainer.legacy.convert import convert
 from tasks.trainer.legacy.registry import LEGACY
-from tasks.trainer.legacy.table import KEPT, Native, Settings, read_object
+from tasks.trainer.legacy.table import KEPT, Native, Rule, Settings, read_object
 
 # Of the published tokenizer_config.json; the rest of it names the publisher's class.
 FLAGS = ("add_bos_token", "add_eos_token")
@@ -64,8 +64,8 @@ def write_back(base: Path, folder: Path, name: str, shard_bytes: int = SHARD_BYT
     fresh.rmdir()
     values = {key: value for key, value in settings.values.items() if key != "dtype"}
     _write(folder / "config.json", values | {"torch_dtype": str(kind).removeprefix("torch.")})
-    for file, wanted in (("generation_config.json", None), ("tokenizer_config.json", FLAGS)):
-        _complete(folder / file, kept / file, wanted)
+    _complete(folder, kept, "generation_config.json")
+    _complete(folder, kept, "tokenizer_config.json", FLAGS)
     for file in kept.iterdir():
         if not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
@@ -86,31 +86,31 @@ def _write_weights(native: Native, folder: Path, writer: Writer) -> torch.dtype:
     with ExitStack() as opened:
         files = [opened.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
         held = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
-        for source, targets in _sources(native):
+        for rule, layer in _tensors(native):
+            targets = [target.replace("{n}", layer) for target in rule.targets]
             whole = torch.cat([held.pop(target).get_tensor(target) for target in targets])
-            writer.add(source, whole)
+            writer.add(rule.source.replace("{n}", layer), rule.back(whole) if rule.back else whole)
         assert not held, f"of no published tensor: {sorted(held)[:4]}"
         writer.finish()
         return whole.dtype
 
 
-def _sources(native: Native) -> Iterator[tuple[str, list[str]]]:
-    """Every published tensor's name, and those of the native ones that it is made of."""
+def _tensors(native: Native) -> Iterator[tuple[Rule, str]]:
+    """Every published tensor's rule and layer."""
     layers = range(int(str(native.config["num_hidden_layers"])))
     for rule in native.rules:
         assert rule.change is None, "an own class takes all numbers as they were published"
         for layer in layers if "{n}" in rule.source else range(1):
-            names = [name.replace("{n}", str(layer)) for name in (rule.source, *rule.targets)]
-            yield names[0], names[1:]
+            yield rule, str(layer)
 
 
-def _complete(file: Path, published: Path, wanted: tuple[str, ...] | None) -> None:
+def _complete(folder: Path, kept: Path, name: str, wanted: tuple[str, ...] = ()) -> None:
     """Adds to a JSON file the published keys (of `wanted`, if any are named) that it does not have."""
-    if not published.is_file():
+    if not (kept / name).is_file():
         return
-    ours = read_object(file) if file.is_file() else {}
-    theirs = {key: value for key, value in read_object(published).items() if wanted is None or key in wanted}
-    _write(file, theirs | ours)
+    ours = read_object(folder / name) if (folder / name).is_file() else {}
+    theirs = read_object(kept / name)
+    _write(folder / name, {key: theirs[key] for key in theirs if not wanted or key in wanted} | ours)
 
 
 def _write(file: Path, values: Mapping[str, object]) -> None:

@@ -2,16 +2,16 @@
 
 The 7B models rotate and become llama; the 13B models have ALiBi and become llama_alibi, this project's own class.
 Baichuan2's head is used with rows of length one. Llama's head cannot, so a 7B's rows are made so once, here; a 13B's
-are kept as they are, and used so. Layout as in the published modeling_baichuan.py.
+are kept as they are, and used so. In an export they have length one: the published class changes nothing on them
+then, and llama.cpp, which takes rows as they are, computes the same. Layout as in the published modeling_baichuan.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.trainer.legacy.table import Family, Native, Rule, Settings
+from tasks.trainer.legacy.table import Change, Family, Native, Rule, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def native(settings: Settings) -> Native:
     if hidden % heads:
         raise settings.refused("hidden_size", f"must be divisible by num_attention_heads={heads}")
     second = version(settings) == 2
-    config = {
+    config: dict[str, object] = {
         "vocab_size": settings.count("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": settings.count("intermediate_size"),
@@ -70,11 +70,11 @@ def native(settings: Settings) -> Native:
     if "max_position_embeddings" not in settings.values and hidden != 4096:
         length = settings.count("model_max_length", 4096)
         config |= {"model_type": "llama_alibi", "max_position_embeddings": length, "unit_head": second}
-        return Native(config, _rules(hidden), own=True)
+        return Native(config, _rules(hidden, back=_unit_rows if second else None), own=True)
     length = settings.count("max_position_embeddings", 4096)
     rotations = {"rope_type": "default", "rope_theta": 10000.0}
     config |= {"model_type": "llama", "max_position_embeddings": length, "rope_parameters": rotations}
-    rules = _rules(hidden, _unit_rows if second else None)
+    rules = _rules(hidden, change=_unit_rows if second else None)
     note = (
         "the head's rows were brought to length one, as Baichuan2 uses them; full tuning trains these rows as they "
         "are and does not bring them to length one again"
@@ -82,7 +82,8 @@ def native(settings: Settings) -> Native:
     return Native(config, rules, (f"{LAYER}self_attn.rotary_emb.inv_freq",), (note,) * second)
 
 
-def _rules(hidden: int, of_head: Callable[[torch.Tensor], torch.Tensor] | None = None) -> tuple[Rule, ...]:
+def _rules(hidden: int, change: Change = None, back: Change = None) -> tuple[Rule, ...]:
+    """`change` and `back` are the head's."""
     packed = Rule(
         f"{LAYER}self_attn.W_pack.weight",
         tuple(f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv"),
@@ -96,7 +97,7 @@ def _rules(hidden: int, of_head: Callable[[torch.Tensor], torch.Tensor] | None =
         f"{LAYER}post_attention_layernorm.weight",
         "model.norm.weight",
     )
-    head = Rule("lm_head.weight", ("lm_head.weight",), change=of_head)
+    head = Rule("lm_head.weight", ("lm_head.weight",), change=change, back=back)
     return (packed, head, *(Rule(name, (name,)) for name in kept))
 
 
