@@ -68,6 +68,8 @@ def write_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    import tasks.trainer.llama_alibi  # noqa: F401 (which makes the class known to transformers)
+
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     own: dict[str, object] = {} if family == "bloom" else {"intermediate_size": 2 * hidden}

@@ -30,6 +30,7 @@ def export(params: Params, paths: Paths, output: Path, merge: bool) -> Path:
         )
     with heartbeat("loading the tuned model"):
         from tasks.trainer import loading
+        from tasks.trainer.legacy import publish
 
         final = loading.read_final(paths)
         model, _ = loading.load_tuned(paths)
@@ -37,7 +38,11 @@ def export(params: Params, paths: Paths, output: Path, merge: bool) -> Path:
     fresh = output.with_name(f".{output.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.parent.mkdir(parents=True, exist_ok=True)
+    written_back = publish.published_here(paths.base) and not adapter_only
+    if written_back:
+        publish.check_foldable(model)
     expected = _logits(model)
+    what = "whole weights"
     with heartbeat(f"writing {output}"):
         if adapter_only:
             shutil.copytree(paths.final, fresh)
@@ -46,6 +51,8 @@ def export(params: Params, paths: Paths, output: Path, merge: bool) -> Path:
         else:
             _merged(model, final.finetuning_type, loading.inference_dtype(paths.final)).save_pretrained(fresh)
         loading.save_tokenizer(paths, fresh)
+        if written_back:
+            what += " " + publish.write_back(paths.base, fresh, final.base.name_or_path)
     with heartbeat("opening the export again"):
         difference = float((_logits(_reopen(paths, fresh, adapter_only)) - expected).abs().max())
     scale = float(expected.abs().max())
@@ -56,12 +63,21 @@ def export(params: Params, paths: Paths, output: Path, merge: bool) -> Path:
     if output.exists():
         output.rmdir()
     fresh.rename(output)
-    what = "whole weights"
     if adapter_only:
         held = f", held in 4 bits ({NF4_ELSEWHERE})" if final.finetuning_type == "qlora" else ""
-        what = f"adapter for {final.base.name_or_path}{held}"
+        what = f"adapter for {final.base.name_or_path}{held}{_of_converted(final.base, model.config)}"
     say(f"export: {what} in {output}; logits differ from the tuned model's by at most {difference:.1e}")
     return output
+
+
+def _of_converted(base, config) -> str:  # type: ignore[no-untyped-def]
+    """What to say of an adapter whose base was converted from a layout with other layers."""
+    if base.weights != "here" or base.kind not in ("folder", "hub"):
+        return ""
+    return (
+        f" as converted to {config.model_type}: its layers have other names and shapes than the published model's, "
+        "which it does not fit; --merge writes a model that needs no other"
+    )
 
 
 def _merged(model, method, dtype):  # type: ignore[no-untyped-def]
@@ -78,9 +94,12 @@ def _reopen(paths: Paths, folder: Path, adapter_only: bool):  # type: ignore[no-
     from transformers import AutoModelForCausalLM
 
     from tasks.trainer import loading
+    from tasks.trainer.legacy import publish
 
     dtype = loading.inference_dtype(paths.final)
-    if adapter_only:
+    if not adapter_only and publish.published_here(paths.base):
+        model = publish.open_again(folder, loading.read_final(paths).base.name_or_path, dtype)
+    elif adapter_only:
         method = loading.read_final(paths).finetuning_type
         model = PeftModel.from_pretrained(loading.load_base_of(method, paths, dtype), folder)
     else:

@@ -11,6 +11,10 @@ FLOAT32 = 4
 COMPUTE_BYTES: dict[Precision, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # There is no flash attention in float32 on CUDA: the scores are kept (seen in benchmarks/results/planner-gpu.json).
 FLOAT32_SCORES = 4
+# transformers' BLOOM adds its bias to scores that it computes one by one: their softmax is kept in float32, and the
+# cast of it. llama_alibi has its bias in a mask, and what kernels that take one keep is no more than flash attention's.
+STEPWISE = frozenset({"bloom"})
+MASKED = frozenset({"llama_alibi"})
 # Matrices whose inputs tensor parallelism cuts; it cuts the outputs of all others.
 ROWWISE = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj")
 MEASURED_TYPES = {"full": "full", "lora": "lora", "qlora": "lora"}
@@ -86,8 +90,7 @@ def layer_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software)
     """
     compute = COMPUTE_BYTES[work.precision]
     whole = layer_bytes_per_token(spec, work, software, work.sequence)
-    if work.precision == "float32" and plan.device == "cuda" and not software.scores:
-        whole += FLOAT32_SCORES * spec.heads * work.sequence
+    whole += _scores(spec, plan, work, software) * spec.heads * work.sequence
     if plan.tp > 1:
         stays = _not_divided(spec, plan, work, software, whole)
         whole = stays + (whole - stays) / plan.tp
@@ -109,6 +112,22 @@ def layer_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software)
         products += work.lora_rank * len(lora_shapes(spec, work.lora_targets))
     matmuls = compute * (query + software.selective * products) / plan.tp
     return whole, min(whole, residual + matmuls)
+
+
+def _scores(spec: ModelSpec, plan: Plan, work: Workload, software: Software) -> float:
+    """Bytes a head and pair of positions beside `software.scores`, where no kernel hides them."""
+    compute = COMPUTE_BYTES[work.precision]
+    if software.native and spec.family in STEPWISE:
+        return max(FLOAT32, compute) + (compute if compute < FLOAT32 else 0)
+    cuda_float32 = work.precision == "float32" and plan.device == "cuda"
+    return FLOAT32_SCORES if cuda_float32 and not software.scores else 0.0
+
+
+def mask_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software) -> float:
+    """A mask of every head's bias (heads, sequence, sequence), which all layers of a stage and all rows share."""
+    if not software.native or spec.family not in MASKED:
+        return 0.0
+    return COMPUTE_BYTES[work.precision] * spec.heads / plan.tp * work.sequence**2
 
 
 def _not_divided(spec: ModelSpec, plan: Plan, work: Workload, software: Software, whole: float) -> float:

@@ -179,6 +179,13 @@ FAMILIES: Mapping[str, Family] = {
         },
         variant=variants.baichuan,
     ),
+    # This project's own class (tasks/trainer/llama_alibi.py), which Baichuan-13B is converted to.
+    "llama_alibi": Family(
+        split("attention_bias", "attention_bias"),
+        gated("mlp_bias"),
+        sizes(4096, 11008, 32, 32, 32000, 2048),
+        position="alibi",
+    ),
     "bloom": Family(
         fused("query_key_value", "dense", True, True),
         plain("dense_h_to_4h", "dense_4h_to_h"),

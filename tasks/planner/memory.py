@@ -16,6 +16,7 @@ from tasks.planner.activations import (
     fuses_loss,
     layer_bytes,
     logit_bytes,
+    mask_bytes,
     vision_bytes,
 )
 from tasks.planner.frozen import frozen_bytes, gathered_bytes
@@ -91,6 +92,7 @@ def _stage(
     # With recomputation one layer's whole working set stands beside what is kept of the layers.
     working = per_layer - kept if plan.activation_checkpointing != "none" else 0.0
     terms["activations"] = tokens * (flight * layers * kept + (working if layers else 0.0))
+    terms["activations"] += flight * plan.virtual_stages * mask_bytes(spec, plan, work, software)
     # Each micro-batch in flight has its own casts; what is gathered is cast once.
     terms["casts"] = terms.get("casts", 0.0) * flight
     if stage == 0:

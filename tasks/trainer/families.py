@@ -22,7 +22,8 @@ class Family:
     colwise layers whose outputs are those of several layers of one width, one after another, and of how many.
     `before`: modules between embedding and layers. `heads`: the attribute of an attention module that counts its
     heads, if its forward pass reads one. `by_head`: keyword arguments of attention with rows x heads entries in their
-    first dim. `bundled`: a layer returns a tuple. `rounds`: attention takes its softmax in float32 in every precision.
+    first dim. `alibi`: the decoder's module that makes the mask of every head and can `keep` a rank's. `bundled`: a
+    layer returns a tuple. `rounds`: attention takes its softmax in float32 in every precision.
     """
 
     layers: str = "layers"
@@ -33,6 +34,7 @@ class Family:
     fused: Mapping[str, int] = field(default_factory=dict)
     heads: str | None = None
     by_head: tuple[str, ...] = ()
+    alibi: str | None = None
     bundled: bool = False
     rounds: bool = False
 
@@ -69,6 +71,7 @@ FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA),
     **dict.fromkeys(("glm", "glm4"), GLM),
     "bloom": BLOOM,
+    "llama_alibi": Family(alibi="alibi"),  # Baichuan-13B; its linear layers and their plan are LLaMA's
 }
 
 

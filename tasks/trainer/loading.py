@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+import tasks.trainer.llama_alibi  # noqa: F401 (which makes the class known to transformers)
 from tasks.contracts import BaseModelRef, FinalManifest, FinetuningType, Precision, TrainReport
 from tasks.errors import UserError
 from tasks.paths import Paths

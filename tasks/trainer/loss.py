@@ -56,7 +56,7 @@ class TokenLossSum(torch.nn.Module):
         super().__init__()
         self.model = model
         # A class that came with the model may do more in its head than its family's does.
-        own_code = not type(inner).__module__.startswith("transformers.")
+        own_code = not type(inner).__module__.startswith(("transformers.", "tasks."))
         self.plain_head = inner.config.model_type in PLAIN_HEADS and not own_code
         assert self.plain_head or (first and last and parts is None), "the plan's rules let a family pass"
         self.first, self.last = first, last

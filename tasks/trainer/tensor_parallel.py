@@ -97,6 +97,8 @@ def cut_over_ranks(
             _cut_heads(region, base.config.num_attention_heads, family, parts)
             region.register_forward_pre_hook(_enter(parts), with_kwargs=True)
             module.register_forward_hook(_leave(parts))
+    if family.alibi is not None:
+        decoder.get_submodule(family.alibi).keep(group.rank(), group.size())
     head = base.get_output_embeddings()
     if isinstance(head, LoraLayer):
         regions.append(names[head])

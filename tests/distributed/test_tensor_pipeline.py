@@ -48,6 +48,7 @@ MODELS = {
     "bloom": {"family": "bloom", "layers": 4, "tied": True},
     "glm": {"family": "glm", "layers": 4},
     "glm4": {"family": "glm4", "layers": 4},
+    "llama_alibi": {"family": "llama_alibi", "layers": 4},
 }
 CLIPS = dict.fromkeys(MODELS, CLIP) | {"bloom": 0.05}  # its adapters' gradients are small
 QUICK = {

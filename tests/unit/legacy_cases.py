@@ -1,4 +1,4 @@
-"""Small checkpoints with the tensor names and shapes that Qwen-1, Baichuan-7B and ChatGLM2/3 were published with."""
+"""Small checkpoints with the tensor names and shapes that Qwen-1, Baichuan and ChatGLM2/3 were published with."""
 
 from __future__ import annotations
 
@@ -47,6 +47,32 @@ BAICHUAN = {
     "vocab_size": 600,
 }
 BAICHUAN2 = {**BAICHUAN, "architectures": ["BaichuanForCausalLM"], "z_loss_weight": 0}
+# Six heads, so that slopes are no plain geometric series, as with the published 40. Only the number of its tokens tells
+# the first 13B from the second where that leaves out z_loss_weight, which it never does.
+BAICHUAN_13B = {
+    "model_type": "baichuan",
+    "architectures": ["BaichuanForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_baichuan.BaichuanConfig",
+        "AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM",
+    },
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "gradient_checkpointing": False,
+    "hidden_act": "silu",
+    "hidden_size": 6 * HEAD,
+    "initializer_range": 0.02,
+    "intermediate_size": FFN,
+    "model_max_length": 64,
+    "num_attention_heads": 6,
+    "num_hidden_layers": LAYERS,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 64000,
+}
+BAICHUAN2_13B = {**BAICHUAN_13B, "z_loss_weight": 0, "vocab_size": 600}
 CHATGLM3 = {
     "model_type": "chatglm",
     "_name_or_path": "THUDM/chatglm3-6b",
@@ -75,6 +101,8 @@ CONFIGS = {
     "qwen": QWEN,
     "baichuan": BAICHUAN,
     "baichuan2": BAICHUAN2,
+    "baichuan-13b": BAICHUAN_13B,
+    "baichuan2-13b": BAICHUAN2_13B,
     "chatglm2": CHATGLM2,
     "chatglm3": CHATGLM3,
     "chatglm3-long": CHATGLM3_LONG,
@@ -83,6 +111,8 @@ NATIVE = {
     "qwen": "qwen2",
     "baichuan": "llama",
     "baichuan2": "llama",
+    "baichuan-13b": "llama_alibi",
+    "baichuan2-13b": "llama_alibi",
     "chatglm2": "glm",
     "chatglm3": "glm",
     "chatglm3-long": "glm",
@@ -113,23 +143,28 @@ def shapes(kind: str) -> dict[str, tuple[int, ...]]:
             found |= {f"transformer.h.{n}.{name}": shape for name, shape in own.items()}
         return found
     if kind.startswith("baichuan"):
-        rows = config["vocab_size"]
-        found = {"model.embed_tokens.weight": (rows, HIDDEN), "lm_head.weight": (rows, HIDDEN)}
-        found["model.norm.weight"] = (HIDDEN,)
-        for n in range(LAYERS):
-            own = {
-                "input_layernorm.weight": (HIDDEN,),
-                "post_attention_layernorm.weight": (HIDDEN,),
-                "self_attn.W_pack.weight": (3 * HIDDEN, HIDDEN),
-                "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-                "self_attn.rotary_emb.inv_freq": (HEAD // 2,),
-                "mlp.gate_proj.weight": (FFN, HIDDEN),
-                "mlp.up_proj.weight": (FFN, HIDDEN),
-                "mlp.down_proj.weight": (HIDDEN, FFN),
-            }
-            found |= {f"model.layers.{n}.{name}": shape for name, shape in own.items()}
-        return found
+        return _baichuan_shapes(config)
     return _chatglm_shapes(config)
+
+
+def _baichuan_shapes(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
+    rows, hidden = config["vocab_size"], config["hidden_size"]
+    rotates = {"self_attn.rotary_emb.inv_freq": (HEAD // 2,)} if "max_position_embeddings" in config else {}
+    found = {"model.embed_tokens.weight": (rows, hidden), "lm_head.weight": (rows, hidden)}
+    found["model.norm.weight"] = (hidden,)
+    for n in range(LAYERS):
+        own = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.W_pack.weight": (3 * hidden, hidden),
+            "self_attn.o_proj.weight": (hidden, hidden),
+            **rotates,
+            "mlp.gate_proj.weight": (FFN, hidden),
+            "mlp.up_proj.weight": (FFN, hidden),
+            "mlp.down_proj.weight": (hidden, FFN),
+        }
+        found |= {f"model.layers.{n}.{name}": shape for name, shape in own.items()}
+    return found
 
 
 def _chatglm_shapes(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
@@ -189,7 +224,7 @@ def write(
         write_tiktoken(folder / "qwen.tiktoken")
         (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "QWenTokenizer"}))
     else:
-        write_sentencepiece(folder / "tokenizer.model", dummy_prefix=kind != "baichuan2")
+        write_sentencepiece(folder / "tokenizer.model", dummy_prefix=not kind.startswith("baichuan2"))
         (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OwnTokenizer"}))
     return folder
 

@@ -1,4 +1,4 @@
-"""What Qwen-1, Baichuan-7B and ChatGLM2/3 make of token ids, written from their descriptions alone."""
+"""What Qwen-1, Baichuan and ChatGLM2/3 make of token ids, written from their descriptions alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-3) * weight
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """(heads, tokens, head) each; every token sees itself and those before it."""
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: list[float] | None = None
+) -> torch.Tensor:
+    """(heads, tokens, head) each; every token sees itself and those before it, less a head's slope a token away."""
     scores = q @ k.transpose(1, 2) / HEAD**0.5
+    places = torch.arange(q.shape[1])
+    for head, slope in enumerate(slopes or ()):
+        scores[head] -= slope * (places[:, None] - places)
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     mixed = softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
     return mixed.transpose(0, 1).reshape(q.shape[1], -1)
@@ -31,6 +36,15 @@ def turned(x: torch.Tensor, width: int, base: float, neighbours: bool) -> torch.
             x[:, position, one] = a * angle.cos() - b * angle.sin()
             x[:, position, other] = b * angle.cos() + a * angle.sin()
     return x
+
+
+def slopes(count: int) -> list[float]:
+    """ALiBi's: a geometric series that ends at 2^-8, filled up with every other number of one twice as long."""
+    if count & (count - 1) == 0:
+        ratio = 2 ** (-8 / count)
+        return [ratio ** (head + 1) for head in range(count)]
+    less = 1 << (count.bit_length() - 1)
+    return slopes(less) + slopes(2 * less)[0::2][: count - less]
 
 
 def heads(x: torch.Tensor) -> torch.Tensor:
@@ -54,14 +68,16 @@ def qwen(w: Weights, ids: torch.Tensor) -> torch.Tensor:
     return norm(x, w["transformer.ln_f.weight"]) @ w["lm_head.weight"].T
 
 
-def baichuan(w: Weights, ids: torch.Tensor, unit_head: bool) -> torch.Tensor:
+def baichuan(w: Weights, ids: torch.Tensor, unit_head: bool, alibi: bool) -> torch.Tensor:
     x = w["model.embed_tokens.weight"][ids]
     for n in range(LAYERS):
         at = f"model.layers.{n}."
         packed = norm(x, w[at + "input_layernorm.weight"]) @ w[at + "self_attn.W_pack.weight"].T
         q, k, v = (heads(part) for part in packed.chunk(3, -1))
-        q, k = turned(q, HEAD, 10000, False), turned(k, HEAD, 10000, False)
-        x = x + attend(q, k, v) @ w[at + "self_attn.o_proj.weight"].T
+        if not alibi:
+            q, k = turned(q, HEAD, 10000, False), turned(k, HEAD, 10000, False)
+        seen = attend(q, k, v, slopes(len(q)) if alibi else None)
+        x = x + seen @ w[at + "self_attn.o_proj.weight"].T
         y = norm(x, w[at + "post_attention_layernorm.weight"])
         gate, up = y @ w[at + "mlp.gate_proj.weight"].T, y @ w[at + "mlp.up_proj.weight"].T
         x = x + (silu(gate) * up) @ w[at + "mlp.down_proj.weight"].T
@@ -93,5 +109,5 @@ def reference(kind: str, w: Weights, ids: torch.Tensor) -> torch.Tensor:
     if kind == "qwen":
         return qwen(w, ids)
     if kind.startswith("baichuan"):
-        return baichuan(w, ids, unit_head=kind == "baichuan2")
+        return baichuan(w, ids, unit_head="baichuan2" in kind, alibi="13b" in kind)
     return chatglm(w, ids, base=500000 if kind == "chatglm3-long" else 10000)

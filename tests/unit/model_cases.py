@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+import tasks.trainer.llama_alibi  # noqa: F401 (which makes the class known to transformers)
+
 TINY = {
     "hidden_size": 24,
     "intermediate_size": 40,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from pathlib import Path
@@ -58,14 +57,6 @@ def test_what_has_no_counterpart_is_named(
     folder = legacy_cases.write(tmp_path / "model", kind)
     change(folder, **keys)
     assert said in refusal(folder, tmp_path)
-
-
-def test_a_13b_of_baichuan_is_refused_by_its_alibi(tmp_path: Path) -> None:
-    folder = legacy_cases.write(tmp_path / "model", "baichuan")
-    config = json.loads((folder / "config.json").read_text())
-    config["model_max_length"] = config.pop("max_position_embeddings")
-    (folder / "config.json").write_text(json.dumps(config))
-    assert "Baichuan's 13B models, which have none, use ALiBi" in refusal(folder, tmp_path)
 
 
 def test_broken_checkpoints_are_named(tmp_path: Path) -> None:

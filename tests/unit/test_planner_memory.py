@@ -29,16 +29,25 @@ SHAPES = {
 
 
 def bytes_kept(
-    model_type: str, method: str, precision: str, layers: int, tokens: int, cut=None, own=True
+    model_type: str,
+    method: str,
+    precision: str,
+    layers: int,
+    tokens: int,
+    cut=None,
+    own=True,
+    key_value_heads: int = 2,
 ) -> int:
     """Bytes of the distinct tensors that a decoder's forward pass saves, its parameters apart; `cut` comes first.
 
     `own`: with adapters as this project's trainer runs them, else as PEFT does.
     """
-    config = AutoConfig.for_model(model_type, **SHAPES, num_hidden_layers=layers)
+    shapes = {key: SHAPES[key] for key in ("hidden_size", "num_attention_heads", "vocab_size")}
+    shapes = shapes if model_type == "bloom" else SHAPES | {"num_key_value_heads": key_value_heads}
+    config = AutoConfig.for_model(model_type, **shapes, num_hidden_layers=layers)
     half = DTYPES[precision]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if method == "full" else half)
-    decoder, whole = model.model, model
+    decoder, whole = model.get_decoder(), model
     if method == "lora":
         whole = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     if own:

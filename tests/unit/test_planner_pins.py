@@ -161,7 +161,7 @@ def test_a_family_that_is_not_cut_is_named_if_a_pin_asks_for_it(pins, said):
         plans(gpus(8, gib=80), GEMMA, strategy=strategy_params(**pins))
     assert str(caught.value).startswith(f"{said} cannot be trained: ")
     assert (
-        "layers of bloom, glm, glm4, llama, mistral, qwen2, qwen3, and the model's family is gemma; use"
+        "layers of bloom, glm, glm4, llama, llama_alibi, mistral, qwen2, qwen3, and the model's family is gemma; use"
         in str(caught.value)
     )
     free = fitting(plans(gpus(8, gib=80), GEMMA))

@@ -89,7 +89,7 @@ def check_now(candidate: Candidate, asked: Problem, pins: dict[str, object]) -> 
     assert plan.sharding == ("fsdp2" if plan.dp_shard > 1 else "none")
     assert plan.activation_checkpointing in ("none", "selective", "full")
     assert plan.device == machine.device
-    if asked.spec.family not in ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "bloom"):
+    if asked.spec.family not in ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "bloom", "llama_alibi"):
         assert (plan.tp, plan.pp) == (1, 1)
     assert all(width % plan.tp == 0 for width in (asked.spec.heads, asked.spec.kv_heads, asked.spec.ffn))
     assert plan.sequence_parallel <= (plan.tp > 1)

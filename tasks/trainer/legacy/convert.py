@@ -14,14 +14,16 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import tasks.trainer.llama_alibi  # noqa: F401 (which makes the class known to transformers)
 from tasks.contracts import write_text
 from tasks.errors import UserError
 from tasks.stage import lively, say
 from tasks.trainer.legacy.checkpoint import SHARD_BYTES, Writer, shapes, tensors, weight_files
 from tasks.trainer.legacy.probes import TEXTS
-from tasks.trainer.legacy.table import Family, Native, Rule, Settings, read_object
+from tasks.trainer.legacy.table import KEPT, Family, Native, Rule, Settings, read_object
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
+PUBLISHED = ("config.json", "generation_config.json", "tokenizer_config.json", "*.py")
 # Left out, a class takes ids of its own vocabulary, and a padding id keeps that row of the embedding from learning.
 # The tokenizer and generation_config.json say them.
 NO_IDS: dict[str, object] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -43,6 +45,7 @@ class Step:
 def convert(family: Family, source: Path, name: str, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes config, tokenizer, generation config and weights of the native model into `folder`.
 
+    Of a class of this project the published small files are kept besides, since exports are written back with them.
     Host memory: one written file's worth (`shard_bytes`), one tensor, and pages of the source that the system may
     drop. The numbers keep their type.
 
@@ -73,6 +76,8 @@ def convert(family: Family, source: Path, name: str, folder: Path, shard_bytes: 
                 "make room"
             )
         _write_weights(files, steps, size, Writer(folder, shard_bytes))
+        if native.own:
+            _keep_published(family, source, folder / KEPT)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -201,6 +206,13 @@ def _write_generation(
         if getattr(tokenizer, key) is not None:
             values[key] = getattr(tokenizer, key)
     write_text(folder / file.name, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def _keep_published(family: Family, source: Path, folder: Path) -> None:
+    folder.mkdir()
+    for pattern in (*PUBLISHED, *family.reads):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
 
 
 def _write_weights(files: list[Path], steps: Mapping[str, Step | None], size: int, writer: Writer) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from tasks.errors import UserError
 
@@ -15,18 +15,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+Change: TypeAlias = "Callable[[torch.Tensor], torch.Tensor] | None"
+KEPT = "published"  # of a model with a class of this project: its published small files, beside the converted ones
+
+
 @dataclass(frozen=True)
 class Rule:
     """Where one published tensor goes. `{n}` is a layer's number.
 
     `rows` says how many of the source's first-dimension rows each target takes, in this order; empty for one target
-    that takes all. `change` is applied to the whole source first, and keeps shape and dtype.
+    that takes all. `change` is applied to the whole source first, and keeps shape and dtype; `back` likewise to a
+    source that is made of its targets again, where an export is written back.
     """
 
     source: str
     targets: tuple[str, ...]
     rows: tuple[int, ...] = ()
-    change: Callable[[torch.Tensor], torch.Tensor] | None = None
+    change: Change = None
+    back: Change = None
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,15 @@ class Native:
     """The same model for a class of transformers.
 
     `config` is for `AutoConfig.for_model`, `dropped` are published buffers that the class computes itself, `notes`
-    are what the user should know of the conversion.
+    are what the user should know of the conversion. `own`: the class is this project's, so nobody else can open what
+    it saves, and exports are written back in the published layout; no rule has a `change` then.
     """
 
     config: Mapping[str, object]
     rules: tuple[Rule, ...]
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    own: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""Baichuan-7B and Baichuan2-7B (model_type baichuan) as llama: W_pack is query, key and value one below the other.
+"""Baichuan 1 and 2 (model_type baichuan): W_pack is query, key and value one below the other.
 
-Baichuan2's head is used with rows of length one; they are made so once, here, and the head is an ordinary one after.
-Layout as in the published modeling_baichuan.py.
+The 7B models rotate and become llama; the 13B models have ALiBi and become llama_alibi, this project's own class.
+Baichuan2's head is used with rows of length one. Llama's head cannot, so a 7B's rows are made so once, here; a 13B's
+are kept as they are, and used so. In an export they have length one: the published class changes nothing on them
+then, and llama.cpp, which takes rows as they are, computes the same. Layout as in the published modeling_baichuan.py.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.trainer.legacy.table import Family, Native, Rule, Settings
+from tasks.trainer.legacy.table import Change, Family, Native, Rule, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -41,15 +43,12 @@ def version(settings: Settings) -> int:
 
 
 def native(settings: Settings) -> Native:
-    """Raises UserError: a 13B, whose ALiBi llama has no counterpart of, or an option of this kind."""
+    """A 7B as llama, a 13B as llama_alibi.
+
+    Raises:
+        UserError: an option that neither has a counterpart of.
+    """
     hidden = settings.count("hidden_size")
-    # The 13B models' config class has model_max_length instead.
-    if "max_position_embeddings" not in settings.values and hidden != 4096:
-        raise settings.refused(
-            "max_position_embeddings",
-            "Baichuan's 13B models, which have none, use ALiBi, which no llama-like class of transformers has",
-            "take a 7B, or set model.trust_remote_code: true to run the model's own code",
-        )
     settings.only("another activation", hidden_act="silu")
     settings.only("a head that is the embedding", tie_word_embeddings=False)
     settings.without("its weights are quantised", "quantization_config")
@@ -57,29 +56,34 @@ def native(settings: Settings) -> Native:
     if hidden % heads:
         raise settings.refused("hidden_size", f"must be divisible by num_attention_heads={heads}")
     second = version(settings) == 2
-    config = {
-        "model_type": "llama",
+    config: dict[str, object] = {
         "vocab_size": settings.count("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": settings.count("intermediate_size"),
         "num_hidden_layers": settings.count("num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "max_position_embeddings": settings.count("max_position_embeddings", 4096),
         "rms_norm_eps": settings.number("rms_norm_eps", 1e-6),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,
     }
+    # The 13B models' config class has model_max_length instead.
+    if "max_position_embeddings" not in settings.values and hidden != 4096:
+        length = settings.count("model_max_length", 4096)
+        config |= {"model_type": "llama_alibi", "max_position_embeddings": length, "unit_head": second}
+        return Native(config, _rules(hidden, back=_unit_rows if second else None), own=True)
+    length = settings.count("max_position_embeddings", 4096)
+    rotations = {"rope_type": "default", "rope_theta": 10000.0}
+    config |= {"model_type": "llama", "max_position_embeddings": length, "rope_parameters": rotations}
+    rules = _rules(hidden, change=_unit_rows if second else None)
     note = (
         "the head's rows were brought to length one, as Baichuan2 uses them; full tuning trains these rows as they "
         "are and does not bring them to length one again"
     )
-    return Native(
-        config, _rules(hidden, second), (f"{LAYER}self_attn.rotary_emb.inv_freq",), (note,) * second
-    )
+    return Native(config, rules, (f"{LAYER}self_attn.rotary_emb.inv_freq",), (note,) * second)
 
 
-def _rules(hidden: int, second: bool) -> tuple[Rule, ...]:
+def _rules(hidden: int, change: Change = None, back: Change = None) -> tuple[Rule, ...]:
+    """`change` and `back` are the head's."""
     packed = Rule(
         f"{LAYER}self_attn.W_pack.weight",
         tuple(f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv"),
@@ -93,7 +97,7 @@ def _rules(hidden: int, second: bool) -> tuple[Rule, ...]:
         f"{LAYER}post_attention_layernorm.weight",
         "model.norm.weight",
     )
-    head = Rule("lm_head.weight", ("lm_head.weight",), change=_unit_rows if second else None)
+    head = Rule("lm_head.weight", ("lm_head.weight",), change=change, back=back)
     return (packed, head, *(Rule(name, (name,)) for name in kept))
 
 
