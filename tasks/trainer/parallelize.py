@@ -22,6 +22,7 @@ from tasks.params import TrainParams
 from tasks.stage import say
 from tasks.trainer.compiling import compile_layers, compiled_token_loss, why_not
 from tasks.trainer.filling import EmptyStage, fill
+from tasks.trainer.integer_parameters import integer_parameters
 from tasks.trainer.loading import DTYPES
 from tasks.trainer.loss import TokenLossSum, token_loss
 from tasks.trainer.mesh import build_mesh, data_mesh
@@ -81,7 +82,8 @@ def parallelize(
         module = prepared(part, inner, plan, precision, parts, number)
         if mesh is not None and plan.sharding == "fsdp2":
             masters = train.finetuning_type == "full" and precision in ("bfloat16", "float16")
-            shard(module, inner, data_mesh(mesh, plan), DTYPES[precision] if masters else None, plan.pp > 1)
+            with integer_parameters():
+                shard(module, inner, data_mesh(mesh, plan), DTYPES[precision] if masters else None, plan.pp > 1)
         stages.append(EmptyStage(module, part, parts))
     pieces = trained_pieces(stages, numbers, tied, train, plan)
     fill(stages, base.weights, adapters, place)

@@ -210,9 +210,8 @@ def test_every_plan_is_the_same(certify: Any, method: str, precision: tuple[str,
 
 
 CONVERTED = ("baichuan", "chatglm3")  # published layouts, which `prepare_data` converts
-TUNED = [
-    (family, method) for family in (*get_args(certify_tiny.Family), *CONVERTED) for method in ("full", "lora")
-]
+EVERY = (*get_args(certify_tiny.Family), *CONVERTED)
+TUNED = [(family, method) for family in EVERY for method in ("full", "lora")]
 IN_4_BITS = [(family, "qlora") for family in ("llama", "qwen2", "glm")]
 
 
@@ -220,11 +219,10 @@ IN_4_BITS = [(family, "qlora") for family in ("llama", "qwen2", "glm")]
 @pytest.mark.parametrize(("family", "method"), TUNED + IN_4_BITS)
 def test_every_family_is_the_same(certify: Any, family: str, method: str, monkeypatch: Any) -> None:
     """In float64, but for bloom's attention, which rounds to float32 inside."""
-    options, plans = ["--float64", "--method", method], ["ddp2", "fsdp2", "tp2", "pp2", "tp2pp2"]
+    plans, name = ["ddp2", "fsdp2", "tp2", "pp2", "tp2pp2"], "llama" if family in CONVERTED else family
     if family in CONVERTED:
         monkeypatch.setattr(certify_tiny, "_write_model", lambda to, *_: legacy_cases.write(to, family))
-    options += ["--family", "llama" if family in CONVERTED else family]
-    code, said = certify(*options, "--plans", ",".join(plans))
+    code, said = certify("--float64", "--family", name, "--method", method, "--plans", ",".join(plans))
     assert code == 0 and statuses(said) == {"single": "reference", **dict.fromkeys(plans, "same")}, said
     assert max(each["weights"] for each in said["plans"]) < (1e-5 if family == "bloom" else 1e-11)
 

@@ -17,9 +17,9 @@ from tasks.certificate import (
     find_certificate,
     markdown,
 )
-from tasks.commands.certify import merged, verdict
+from tasks.commands.certify import judged_by, merged, verdict
 from tasks.commands.certify_compare import TOLERANCES, compare, reference_proof
-from tasks.commands.certify_runs import Run
+from tasks.commands.certify_runs import Run, Subject
 from tasks.commands.certify_text import lines
 from tasks.paths import Paths
 from tasks.trainer.run_state import StepRecord
@@ -101,6 +101,18 @@ def test_float64_allows_a_billionth() -> None:
     assert proof(near, "float64").status == "differs"
     assert proof(ran(loss=2.0 + 1e-8), "float64").status == "differs"
     assert proof(ran(loss=2.0 + 1e-10), "float64").status == "same"
+
+
+@pytest.mark.parametrize(("family", "weights"), [("llama", 1e-9), ("bloom", 1e-5), ("gpt2", 1e-9)])
+def test_a_family_that_rounds_inside_is_allowed_more_in_float64(
+    family: str, weights: float, tmp_path: Path
+) -> None:
+    subject = Subject(family, "", tiny.params(), Paths(tmp_path))
+    subject.paths.base.mkdir(parents=True)
+    (subject.paths.base / "config.json").write_text(json.dumps({"model_type": family}))
+    allowed, rounding = judged_by(subject, "float64")
+    assert allowed is not None and allowed.weights == weights and rounding is None
+    assert judged_by(subject, "float32")[0] == FLOAT32
 
 
 def test_other_precisions_are_shown_and_their_samples_judged() -> None:
