@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -144,11 +144,9 @@ def _packed_layers(part: nn.Module) -> Iterator[NF4Linear]:
     return (module for module in part.modules() if isinstance(module, NF4Linear))
 
 
-def _views(piece: Piece) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
+def _views(piece: Piece) -> Iterable[tuple[Sequence[int], torch.Tensor]]:
     """The boxes that this rank holds of a parameter, and where they begin in it."""
-    box = piece.box(piece.weight)
-    if box.inside.numel():
-        yield box.offsets, box.inside
+    return piece.box(piece.weight).inside.items()
 
 
 def _in_the_base(name: str) -> str:
