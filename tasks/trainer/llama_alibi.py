@@ -96,7 +96,8 @@ class UnitRows(nn.Linear):
             weight = weight.to(torch.get_autocast_dtype(kind))
         exact = torch.promote_types(weight.dtype, torch.float32)
         lengths = torch.linalg.vector_norm(weight, dim=1, dtype=exact)
-        return functional.linear(inputs, weight) / lengths.clamp(min=1e-12)
+        # In place: products stay in their type, and no second ones are made where the head is frozen.
+        return functional.linear(inputs, weight).div_(lengths.clamp(min=1e-12))
 
 
 class LlamaAlibiConfig(LlamaConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -26,13 +27,15 @@ from tests.unit.legacy_reference import reference
 
 pytestmark = pytest.mark.distributed
 
+KIND = "baichuan2-13b"
+
 
 def recipe(kind: str, root: Path, method: str = "lora", epochs: int = 3) -> Path:
     """The usual rows on a published folder; an epoch of 26 rows is three full steps and a short one."""
     workspace(root)
     folder = legacy_cases.write(root / "published", kind)
-    if method == "lora":
-        (folder / "modeling_baichuan.py").write_text("raise SystemExit('run')\n")
+    if (kind, method) == (KIND, "lora"):
+        as_chat(folder)
     changes = {
         "model.name_or_path": str(folder),
         "train.finetuning_type": method,
@@ -43,6 +46,15 @@ def recipe(kind: str, root: Path, method: str = "lora", epochs: int = 3) -> Path
     tiny.write_params(root, **{**CHANGES, **changes})
     ensure_base(read_params(root / "params.yaml").model, Paths(root))
     return root
+
+
+def as_chat(folder: Path) -> None:
+    """What a published chat model says besides, and its code."""
+    (folder / "modeling_baichuan.py").write_text("raise SystemExit('run')\n")
+    flags = {"tokenizer_class": "BaichuanTokenizer", "add_bos_token": True, "add_eos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(flags))
+    roles = {"user_token_id": 197, "assistant_token_id": 198, "max_new_tokens": 2048, "top_k": 5}
+    (folder / "generation_config.json").write_text(json.dumps(roles))
 
 
 def learnt(epoch: list[StepRecord]) -> float:
@@ -75,7 +87,6 @@ def test_lora_trains_on_a_converted_model(kind: str, tmp_path: Path) -> None:
 
 # --- Baichuan-13B, whose class is this project's ------------------------------------------------
 
-KIND = "baichuan2-13b"
 IDS = torch.randint(3, 560, (2, 17), generator=torch.Generator().manual_seed(5))
 PLANS = {
     "ddp2": tiny.cpu_plan(2, 2, 2),
@@ -87,7 +98,7 @@ PLANS = {
     "fsdp2tp2sp": tiny.cpu_plan(1, 2, 2, shards=2, tp=2, sequence_parallel=True),
     "fsdp2pp2": tiny.cpu_plan(1, 2, 2, shards=2, pp=2, schedule="1f1b"),
 }
-QUICK = {"full": ("fsdp2", "tp2sp", "pp2"), "lora": ("ddp2",)}
+QUICK = {"full": ("tp2sp", "pp2"), "lora": ("fsdp2",)}
 CASES = [
     pytest.param(method, name, marks=() if name in QUICK[method] else pytest.mark.slow)
     for method in ("full", "lora")
@@ -120,6 +131,19 @@ def test_a_13b_is_the_same_under_every_plan(
     else:
         start = start_weights(root)
     assert_same(one, other, start, loss=1e-9, moved=1e-9)
+
+
+# Every matrix can be cut over two ranks at blocks of 64.
+WIDE = {"family": "llama_alibi", "layers": 2, "hidden": 128}
+
+
+@pytest.mark.slow
+def test_qlora_too(tmp_path: Path) -> None:
+    root = workspace(tmp_path / "w", WIDE, **{"train.finetuning_type": "qlora", "train.num_train_epochs": 1})
+    one = train(root, tiny.params(), tiny.cpu_plan(1, 2, 4), "float64", run_key="one")
+    for name in ("fsdp2", "tp2sp", "pp2", "tp2pp2"):
+        other = train(root, tiny.params(), PLANS[name], "float64", run_key=name)
+        assert_same(one, other, start_weights(root), loss=1e-9, moved=1e-9)
 
 
 def tuned_logits(paths: Paths, one: Trained) -> torch.Tensor:
@@ -164,6 +188,10 @@ def test_a_13b_is_exported_as_it_was_published(
     for text in legacy_cases.TEXT:
         assert len({str(tokenizer(text)["input_ids"]) for tokenizer in tokenizers}) == 1
     assert len({tokenizer.chat_template for tokenizer in tokenizers}) == 1
+    assert ("<reserved_194>" in tokenizers[0].chat_template) == (method == "lora")
+    assert (tokenizers[0]("x")["input_ids"][0] == tokenizers[0].bos_token_id) == (method == "lora")
+    generation = [read_object(place / "generation_config.json") for place in (paths.base, again.base, folder)]
+    assert generation[0] == generation[1] and generation[0].items() <= generation[2].items()
     asked = [[{"role": "user", "content": word}] for word in ("one", "another")]
     assert generate(load_tuned(paths)[0], tokenizers[0], asked, 8) == generate(
         load_base(again, torch.float32), tokenizers[1], asked, 8

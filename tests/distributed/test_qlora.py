@@ -46,9 +46,8 @@ MODELS = {
     "llama": {"family": "llama", "layers": 4, "hidden": 128},
     "qwen2": {"family": "qwen2", "layers": 4, "hidden": 128, "tied": True},
     "glm": {"family": "glm", "layers": 4, "hidden": 128},
-    "llama_alibi": {"family": "llama_alibi", "layers": 4, "hidden": 128},
 }
-QUICK = {"llama": (), "llama_alibi": (), "qwen2": ("ddp2", "tp2pp2"), "glm": ()}
+QUICK = {"llama": (), "qwen2": ("ddp2", "tp2pp2"), "glm": ()}
 CASES = [
     pytest.param(model, name, marks=() if name in QUICK[model] else pytest.mark.slow, id=f"{model}-{name}")
     for model in MODELS

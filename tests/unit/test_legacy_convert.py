@@ -44,10 +44,14 @@ def change(folder: Path, **keys: object) -> None:
 # --- the same numbers ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", list(legacy_cases.CONFIGS))
-@pytest.mark.parametrize(
-    ("files", "suffix"), [(1, "safetensors"), (3, "safetensors"), (1, "bin"), (2, "bin")]
-)
+FILES = [(1, "safetensors"), (3, "safetensors"), (1, "bin"), (2, "bin")]
+# Of the 13B models, which are read like the 7B ones, two.
+KEPT_AS = [
+    (kind, *files) for kind in legacy_cases.CONFIGS for files in (FILES[::3] if "13b" in kind else FILES)
+]
+
+
+@pytest.mark.parametrize(("kind", "files", "suffix"), KEPT_AS)
 def test_logits_equal_the_architectures(kind: str, files: int, suffix: str, tmp_path: Path) -> None:
     weights = legacy_cases.random_weights(kind)
     folder = legacy_cases.write(tmp_path / "model", kind, weights, files, suffix)

@@ -201,6 +201,9 @@ def test_a_head_of_unit_rows_learns_as_one_whose_rows_are_brought_to_length_one(
     for out in logits:
         out.log_softmax(-1)[:, 2].sum().backward()
     torch.testing.assert_close(head.weight.grad, copy.grad)
+    low = head.requires_grad_(False).bfloat16()(states.bfloat16().requires_grad_())
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.double(), logits[0], rtol=0, atol=0.05)
 
 
 def test_an_adapter_on_a_head_of_unit_rows_is_not_merged() -> None:
