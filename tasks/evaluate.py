@@ -71,11 +71,12 @@ def _adapter(
 def _two_models(
     params: EvaluateParams, paths: Paths, split: Split, rows: list[int], shown: list[int]
 ) -> tuple[Judged, Judged]:
-    from tasks.trainer.loading import device, inference_dtype, load_base, load_tokenizer, load_tuned
+    from tasks.trainer.loading import inference_dtype, load_base, load_tokenizer, load_tuned
+    from tasks.trainer.placement import place
 
     judge = _judge(params, split, rows, shown)
     with heartbeat("loading the base model"):
-        base = load_base(paths, inference_dtype(paths.final)).to(device()).eval()
+        base = place(load_base(paths, inference_dtype(paths.final)))
     before = judge(base, load_tokenizer(paths), "base")
     del base
     with heartbeat("loading the tuned model"):
@@ -84,7 +85,7 @@ def _two_models(
 
 
 def _judge(params: EvaluateParams, split: Split, rows: list[int], shown: list[int]) -> Callable[..., Judged]:
-    from tasks.trainer.inference import generate, score
+    from tasks.trainer.inference import answer_what_fits, score
 
     def judge(model: object, tokenizer: object, label: str) -> Judged:
         scored = score(model, split, rows, params.batch_size, label)
@@ -92,7 +93,7 @@ def _judge(params: EvaluateParams, split: Split, rows: list[int], shown: list[in
         if not prompts:
             return scored, []
         with heartbeat(f"generating {len(prompts)} answers with the {label} model"):
-            return scored, generate(model, tokenizer, prompts, params.max_new_tokens)
+            return scored, answer_what_fits(model, tokenizer, prompts, params.max_new_tokens)
 
     return judge
 

@@ -64,6 +64,8 @@ def _name_base(final: Path, base: BaseModelRef) -> None:
         return
     config = json.loads(file.read_text(encoding="utf-8"))
     config |= {"base_model_name_or_path": base.name_or_path, "revision": base.commit or base.revision}
+    if isinstance(config["target_modules"], list):
+        config["target_modules"].sort()  # PEFT writes a set, so in another order each time
     write_text(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -18,6 +18,7 @@ from tasks.contracts import BaseModelRef, FinalManifest, FinetuningType, Precisi
 from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.trainer.base_model import weights_folder
+from tasks.trainer.placement import device, place
 from tasks.trainer.quantize import quantize
 
 # PEFT still asks transformers by an attribute's old name; nothing a user could do about it.
@@ -43,11 +44,6 @@ def loaded_dtype(method: FinetuningType, precision: Precision) -> torch.dtype | 
     return None if as_it_is else DTYPES[stored_precision(method, precision)]
 
 
-def device() -> torch.device:
-    """Where a single process works: the first visible GPU, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def load_tokenizer(paths: Paths) -> PreTrainedTokenizerBase:
     trusted = BaseModelRef.read(paths.base_ref).trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(paths.base, trust_remote_code=trusted)
@@ -63,20 +59,24 @@ def load_base(paths: Paths, dtype: torch.dtype | None) -> PreTrainedModel:
     ref = BaseModelRef.read(paths.base_ref)
     folder = weights_folder(ref, paths)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=ref.trust_remote_code)
-    for key in list(vars(config)):
-        if "dropout" in key or key in DROPOUT_KEYS:
-            setattr(config, key, 0.0)
+    for key in filter(is_dropout, list(vars(config))):
+        setattr(config, key, 0.0)
     return AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype or "auto", trust_remote_code=ref.trust_remote_code
     )
 
 
+def is_dropout(key: str) -> bool:
+    """Whether a key of a model's config is a probability of dropout."""
+    return "dropout" in key or key in DROPOUT_KEYS
+
+
 def load_base_of(method: FinetuningType, paths: Paths, dtype: torch.dtype) -> PreTrainedModel:
-    """The base that adapters were trained on, to be used in `dtype`: for qlora the same NF4, on this device."""
+    """The base that adapters were trained on, on the CPU, to be used in `dtype`: for qlora the same NF4."""
     if method != "qlora":
         return load_base(paths, dtype)
     base = load_base(paths, None)
-    quantize(base, dtype, device(), device())
+    quantize(base, dtype, device(), torch.device("cpu"))
     return base
 
 
@@ -87,8 +87,11 @@ def base_dtype() -> torch.dtype:
 
 def inference_dtype(folder: Path) -> torch.dtype:
     """The precision it was trained in on a GPU; float32 on a CPU, where the others are slow."""
-    if not torch.cuda.is_available():
-        return torch.float32
+    return trained_dtype(folder) if torch.cuda.is_available() else torch.float32
+
+
+def trained_dtype(folder: Path) -> torch.dtype:
+    """The precision of the run whose model lies in `folder`."""
     return DTYPES[TrainReport.read(folder / "train_report.json").precision]
 
 
@@ -111,7 +114,7 @@ def read_final(paths: Paths, folder: Path | None = None) -> FinalManifest:
 
 
 def load_tuned(paths: Paths, folder: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The tuned model in eval mode on this process's device, and its tokenizer.
+    """The tuned model, ready to answer (see `place`), and its tokenizer.
 
     An adapter comes as a PEFT model, whose `disable_adapter()` gives the base.
 
@@ -119,22 +122,16 @@ def load_tuned(paths: Paths, folder: Path | None = None) -> tuple[PreTrainedMode
         folder: where it lies, `checkpoints/final/` unless said otherwise.
     """
     folder = folder or paths.final
-    final = read_final(paths, folder)
-    dtype = inference_dtype(folder)
-    if final.finetuning_type != "full":
-        from peft import PeftModel
+    return place(read_tuned(paths, folder, inference_dtype(folder))), load_tokenizer(paths)
 
-        model = PeftModel.from_pretrained(load_base_of(final.finetuning_type, paths, dtype), folder)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
+
+def read_tuned(paths: Paths, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The tuned model on the CPU in `dtype`."""
+    final = read_final(paths, folder)
+    if final.finetuning_type == "full":
+        return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=final.base.trust_remote_code
         )
-    return model.to(device()).eval(), load_tokenizer(paths)
+    from peft import PeftModel
 
-
-def save_tokenizer(paths: Paths, folder: Path) -> None:
-    """Copies the base's tokenizer, chat template and generation config beside exported weights."""
-    load_tokenizer(paths).save_pretrained(folder)
-    generation = paths.base / "generation_config.json"
-    if generation.is_file():
-        (folder / generation.name).write_bytes(generation.read_bytes())
+    return PeftModel.from_pretrained(load_base_of(final.finetuning_type, paths, dtype), folder)
