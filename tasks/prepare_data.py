@@ -75,7 +75,12 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
 
     from tasks.trainer.base_model import ensure_base
 
-    ensure_base(params.model, paths)
+    base = ensure_base(params.model, paths)
+    if base.added_tokens and params.train.finetuning_type != "full":
+        say(
+            f"train.finetuning_type={params.train.finetuning_type} trains no rows of the tables, so those of the "
+            f"{base.added_tokens} added token(s) stay as they are; the layers learn around them"
+        )
     kept = _encode({"train": train, "validation": validation}, params, paths, rejections)
     _refuse_empty(kept["train"], kept["validation"], wanted, rejections)
     manifest = _write(paths, params, source, kept, rejections)

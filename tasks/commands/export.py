@@ -15,7 +15,7 @@ from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
 from tasks.stage import heartbeat, say
-from tasks.trainer.base_model import weights_folder
+from tasks.trainer.base_model import published_folder
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 FOUR_BITS = "BitsAndBytesConfig with load_in_4bit, bnb_4bit_quant_type=nf4, bnb_4bit_use_double_quant"
 OURS = ("manifest.json", "train_report.json", "train_curves.csv")
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
-TOKENIZER_FILES += ("vocab*", "merges.txt", "*.model", "generation_config.json", "LICENSE*")
 
 
 def export(params: Params, paths: Paths, output: Path, merge: bool, version: str | None = None) -> Path:
@@ -55,6 +53,8 @@ def export(params: Params, paths: Paths, output: Path, merge: bool, version: str
             with heartbeat(f"writing {output}"):
                 if adapter_only or final.finetuning_type == "full":
                     shutil.copytree(folder, fresh, ignore=shutil.ignore_patterns(*OURS), dirs_exist_ok=True)
+                    if adapter_only and final.base.added_tokens:
+                        _add_tables(paths, final, folder, fresh)
                 else:
                     _write_merged(model, final, paths, folder, fresh)
                 _write_small_files(paths, final, fresh)
@@ -111,13 +111,30 @@ def _write_merged(model: Any, final: FinalManifest, paths: Paths, folder: Path, 
     merged.to(loading.trained_dtype(folder)).save_pretrained(fresh)
 
 
+def _add_tables(paths: Paths, final: FinalManifest, folder: Path, fresh: Path) -> None:
+    """Puts the tables with rows for added tokens, which the adapter's base lacks, beside the adapter as PEFT does."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file, save_file
+
+    from tasks.trainer import loading
+
+    model = loading.read_tuned(paths, folder, loading.trained_dtype(folder))
+    tied = {id(weight): name for name, weight in model.named_parameters(remove_duplicate=False)}
+    names = set(tied.values())  # one of each
+    file = fresh / "adapter_model.safetensors"
+    held = load_file(file)
+    every = get_peft_model_state_dict(model, save_embedding_layers=True)
+    tables = {name: value for name, value in every.items() if name not in held and name in names}
+    save_file({**held, **tables}, file, metadata={"format": "pt"})
+
+
 def _write_small_files(paths: Paths, final: FinalManifest, fresh: Path) -> None:
     """Tokenizer, chat template and generation config as the base has them, byte for byte; dropout as in its config."""
     from tasks.trainer.loading import is_dropout
-    from tasks.trainer.model_source import CODE_FILES
+    from tasks.trainer.model_source import beside_weights, code_files
 
-    patterns = (*TOKENIZER_FILES, *(CODE_FILES if final.base.trust_remote_code else ()))
-    for file in {file for pattern in patterns for file in paths.base.glob(pattern) if file.is_file()}:
+    code = code_files(paths.base) if final.base.trust_remote_code else []
+    for file in (*beside_weights(paths.base).values(), *code):
         shutil.copyfile(file, fresh / file.name)
     if (fresh / "config.json").is_file():
         base = json.loads((paths.base / "config.json").read_text(encoding="utf-8"))
@@ -145,8 +162,17 @@ def _reopened(paths: Paths, final: FinalManifest, fresh: Path, dtype: torch.dtyp
     if final.finetuning_type == "qlora":
         base = load_base_of("qlora", paths, dtype)
     else:
-        base = AutoModelForCausalLM.from_pretrained(weights_folder(final.base, paths), **options)
+        base = _with_rows(
+            AutoModelForCausalLM.from_pretrained(published_folder(final.base, paths), **options), final
+        )
     return place(PeftModel.from_pretrained(base, fresh))
+
+
+def _with_rows(base: Any, final: FinalManifest) -> Any:
+    """A published base with as many rows as the adapter's tables have, which then fill them."""
+    if final.base.added_tokens:
+        base.resize_token_embeddings(final.base.vocabulary, mean_resizing=False)
+    return base
 
 
 def _on_bitsandbytes(paths: Paths, final: FinalManifest, folder: Path, dtype: torch.dtype) -> Any:
@@ -163,13 +189,13 @@ def _on_bitsandbytes(paths: Paths, final: FinalManifest, folder: Path, dtype: to
         bnb_4bit_compute_dtype=dtype,
     )
     base = AutoModelForCausalLM.from_pretrained(
-        weights_folder(final.base, paths),
+        published_folder(final.base, paths),
         quantization_config=asked,
         dtype=dtype,
         device_map="auto" if device().type == "cuda" else "cpu",
         trust_remote_code=final.base.trust_remote_code,
     )
-    return PeftModel.from_pretrained(base, folder).eval()
+    return PeftModel.from_pretrained(_with_rows(base, final), folder).eval()
 
 
 def _logits(model: Any) -> torch.Tensor:
@@ -191,5 +217,9 @@ def _judge(difference: float, scale: float, precision: str) -> None:
 def _described(final: FinalManifest, adapter_only: bool) -> str:
     if not adapter_only:
         return "whole weights"
-    here = " (converted, in data/base)" if final.base.weights == "here" else ""
-    return f"adapter for {final.base.name_or_path}{here}"
+    base = final.base
+    if base.added_tokens and base.kind in ("folder", "hub"):
+        rows = f" (first `base.resize_token_embeddings({base.vocabulary})`: it has {base.added_tokens} token(s) more)"
+        return f"adapter for {base.name_or_path}{rows}"
+    here = " (converted, in data/base)" if base.weights == "here" else ""
+    return f"adapter for {base.name_or_path}{here}"

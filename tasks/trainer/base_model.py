@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -13,7 +14,15 @@ from tasks.params import ModelParams
 from tasks.paths import Paths
 from tasks.stage import heartbeat, say
 from tasks.trainer.legacy.registry import converts
-from tasks.trainer.model_source import SMALL_FILES, Source, code_files, find_source, folder_hash, source_hash
+from tasks.trainer.model_source import (
+    SMALL_FILES,
+    Source,
+    beside_weights,
+    code_files,
+    find_source,
+    folder_hash,
+    source_hash,
+)
 
 
 def ensure_base(model: ModelParams, paths: Paths) -> BaseModelRef:
@@ -44,11 +53,26 @@ def ensure_base(model: ModelParams, paths: Paths) -> BaseModelRef:
         trust_remote_code=model.trust_remote_code,
         commit=source.commit,
     )
-    if present is not None and ref.model_copy(update={"content_hash": present.content_hash}) == present:
+    same = present is not None and _as_asked(present, ref) == ref
+    if present is not None and same and (ref.weights == "here" or not _other_tokenizer(source, paths)):
         return present
     if source.commit:
         say(f"{model.name_or_path}: commit {source.commit}, kept to from now on (data/base/base.json)")
     return _write(ref, source, paths)
+
+
+def _as_asked(present: BaseModelRef, ref: BaseModelRef) -> BaseModelRef:
+    """What is in data/base without what only came of making it."""
+    made = {"content_hash", "vocabulary", "added_tokens", *(("weights",) if present.added_tokens else ())}
+    return present.model_copy(update={key: getattr(ref, key) for key in made})
+
+
+def _other_tokenizer(source: Source, paths: Paths) -> bool:
+    """Whether the tokenizer at the source (or what else goes beside weights) is no longer that in data/base."""
+    there, here = beside_weights(source.path), beside_weights(paths.base)
+    return there.keys() != here.keys() or not all(
+        filecmp.cmp(file, here[name], shallow=False) for name, file in there.items()
+    )
 
 
 def _at_the_known_commit(model: ModelParams, present: BaseModelRef | None) -> ModelParams:
@@ -86,10 +110,30 @@ def _write(ref: BaseModelRef, source: Source, paths: Paths) -> BaseModelRef:
         for file in [*small, *(code_files(source.path) if ref.trust_remote_code else ())]:
             if not file.name.endswith(".index.json"):
                 shutil.copyfile(file, fresh / file.name)
+    ref = _with_a_row_a_token(ref, source, fresh)
     ref.write(fresh / paths.base_ref.name)
     shutil.rmtree(paths.base, ignore_errors=True)
     fresh.rename(paths.base)
     return ref
+
+
+def _with_a_row_a_token(ref: BaseModelRef, source: Source, fresh: Path) -> BaseModelRef:
+    """Adds rows for tokens that the model has none for; then the whole model is written, so that all plans see one."""
+    from tasks.trainer.vocabulary import missing_rows, table_rows, widen
+
+    missing = missing_rows(fresh, ref.trust_remote_code)
+    if missing is None:
+        return ref.model_copy(update={"vocabulary": table_rows(fresh)})
+    added = missing.wanted - missing.rows
+    say(
+        f"{ref.name_or_path}: its tokenizer has {added} token(s) behind the {missing.rows} rows of its embedding table "
+        f"({', '.join(missing.tokens[:4])}{', …' if len(missing.tokens) > 4 else ''}); data/base gets the model with "
+        f"{missing.wanted} rows, of which the new ones are the mean of the others"
+    )
+    given = fresh if ref.weights == "here" else source.path
+    widen(given, fresh, missing, ref.trust_remote_code, ref.name_or_path)
+    made = {"weights": "here", "vocabulary": missing.wanted, "added_tokens": added}
+    return ref.model_copy(update={**made, "content_hash": folder_hash(fresh, ref.trust_remote_code)})
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
@@ -129,12 +173,7 @@ def weights_folder(ref: BaseModelRef, paths: Paths) -> Path:
     """
     if ref.weights == "here":
         return paths.base
-    model = ModelParams(
-        name_or_path=ref.name_or_path,
-        revision=ref.commit or ref.revision,
-        trust_remote_code=ref.trust_remote_code,
-    )
-    source = find_source(model)
+    source = find_source(_asked(ref))
     if source_hash(source, ref.trust_remote_code) != ref.source_hash:
         what = "weights or code" if ref.trust_remote_code else "weights"
         raise UserError(
@@ -142,5 +181,22 @@ def weights_folder(ref: BaseModelRef, paths: Paths) -> Path:
             "run `dvc repro -f prepare_data` to take the new ones"
         )
     if os.environ.get("RANK", "0") == "0":
-        _say_what_is_run(model, source.path)
+        _say_what_is_run(_asked(ref), source.path)
     return source.path
+
+
+def published_folder(ref: BaseModelRef, paths: Paths) -> Path:
+    """The model as others get it under its name, without rows that were added here; data/base if it was converted."""
+    if ref.added_tokens and ref.kind in ("folder", "hub"):
+        source = find_source(_asked(ref))
+        if not converts(source.path, ref.trust_remote_code):
+            return source.path
+    return weights_folder(ref, paths)
+
+
+def _asked(ref: BaseModelRef) -> ModelParams:
+    return ModelParams(
+        name_or_path=ref.name_or_path,
+        revision=ref.commit or ref.revision,
+        trust_remote_code=ref.trust_remote_code,
+    )

@@ -105,7 +105,14 @@ def read_final(paths: Paths, folder: Path | None = None) -> FinalManifest:
     if not (folder / "manifest.json").is_file():
         raise UserError(f"{folder} holds no trained model yet; run `elastane run` first")
     final = FinalManifest.read(folder / "manifest.json")
-    if final.base.content_hash != BaseModelRef.read(paths.base_ref).content_hash:
+    here = BaseModelRef.read(paths.base_ref)
+    if final.base.content_hash != here.content_hash:
+        if (final.base.source_hash, final.base.name_or_path) == (here.source_hash, here.name_or_path):
+            raise UserError(
+                f"{folder} was tuned from {here.name_or_path} with {final.base.vocabulary} rows in its tables, and "
+                f"data/base now holds it with {here.vocabulary}, since its tokenizer has other tokens; run "
+                "`elastane run` to train on it, or `dvc checkout` to go back"
+            )
         raise UserError(
             f"{folder} was tuned from {final.base.name_or_path}, but data/base now holds another model; "
             "run `elastane run` to train on it, or `dvc checkout` to go back"
