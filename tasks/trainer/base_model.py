@@ -25,10 +25,14 @@ from tasks.trainer.model_source import (
 )
 
 
-def ensure_base(model: ModelParams, paths: Paths) -> BaseModelRef:
+def ensure_base(model: ModelParams, paths: Paths, highest: int | None = None) -> BaseModelRef:
     """Brings `data/base/` up to date: base.json, config, tokenizer, and converted weights if need be.
 
     Does nothing when it already holds this model. Written beside and renamed: never half there.
+
+    Args:
+        highest: the largest token id of the prepared rows. Where the model has no row for it, the base gets one for
+            every token of the tokenizer. None leaves the rows as they are.
 
     Raises:
         UserError: the model is not found or has no weights.
@@ -53,18 +57,30 @@ def ensure_base(model: ModelParams, paths: Paths) -> BaseModelRef:
         trust_remote_code=model.trust_remote_code,
         commit=source.commit,
     )
-    same = present is not None and _as_asked(present, ref) == ref
-    if present is not None and same and (ref.weights == "here" or not _other_tokenizer(source, paths)):
+    if present is not None and _still_good(present, ref, source, paths, highest):
         return present
     if source.commit:
         say(f"{model.name_or_path}: commit {source.commit}, kept to from now on (data/base/base.json)")
-    return _write(ref, source, paths)
+    return _write(ref, source, paths, highest)
 
 
-def _as_asked(present: BaseModelRef, ref: BaseModelRef) -> BaseModelRef:
-    """What is in data/base without what only came of making it."""
+def has_rows(base: BaseModelRef, highest: int) -> bool:
+    """Whether rows were added just where the token `highest` needs one."""
+    if base.vocabulary is None:
+        return True
+    return (highest >= base.vocabulary - base.added_tokens) == (base.added_tokens > 0)
+
+
+def _still_good(
+    present: BaseModelRef, ref: BaseModelRef, source: Source, paths: Paths, highest: int | None
+) -> bool:
+    """Whether what is in data/base is what `ref` asks for, with the rows that `highest` asks for."""
     made = {"content_hash", "vocabulary", "added_tokens", *(("weights",) if present.added_tokens else ())}
-    return present.model_copy(update={key: getattr(ref, key) for key in made})
+    if present.model_copy(update={key: getattr(ref, key) for key in made}) != ref:
+        return False
+    if ref.weights == "source" and _other_tokenizer(source, paths):
+        return False
+    return highest is None or has_rows(present, highest)
 
 
 def _other_tokenizer(source: Source, paths: Paths) -> bool:
@@ -92,7 +108,7 @@ def _say_what_is_run(model: ModelParams, folder: Path) -> None:
         )
 
 
-def _write(ref: BaseModelRef, source: Source, paths: Paths) -> BaseModelRef:
+def _write(ref: BaseModelRef, source: Source, paths: Paths, highest: int | None) -> BaseModelRef:
     fresh = paths.base.with_name(f".{paths.base.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -110,7 +126,11 @@ def _write(ref: BaseModelRef, source: Source, paths: Paths) -> BaseModelRef:
         for file in [*small, *(code_files(source.path) if ref.trust_remote_code else ())]:
             if not file.name.endswith(".index.json"):
                 shutil.copyfile(file, fresh / file.name)
-    ref = _with_a_row_a_token(ref, source, fresh)
+    from tasks.trainer.vocabulary import table_rows
+
+    ref = ref.model_copy(update={"vocabulary": table_rows(fresh)})
+    if highest is not None and not has_rows(ref, highest):
+        ref = _with_a_row_a_token(ref, source, fresh)
     ref.write(fresh / paths.base_ref.name)
     shutil.rmtree(paths.base, ignore_errors=True)
     fresh.rename(paths.base)
@@ -118,17 +138,16 @@ def _write(ref: BaseModelRef, source: Source, paths: Paths) -> BaseModelRef:
 
 
 def _with_a_row_a_token(ref: BaseModelRef, source: Source, fresh: Path) -> BaseModelRef:
-    """Adds rows for tokens that the model has none for; then the whole model is written, so that all plans see one."""
-    from tasks.trainer.vocabulary import missing_rows, table_rows, widen
+    """Adds rows for tokens that the model has none for. The whole model is written, so that every plan sees one."""
+    from tasks.trainer.vocabulary import missing_rows, widen
 
     missing = missing_rows(fresh, ref.trust_remote_code)
-    if missing is None:
-        return ref.model_copy(update={"vocabulary": table_rows(fresh)})
+    assert missing is not None, "the tokenizer wrote such a token"
     added = missing.wanted - missing.rows
     say(
         f"{ref.name_or_path}: its tokenizer has {added} token(s) behind the {missing.rows} rows of its embedding table "
-        f"({', '.join(missing.tokens[:4])}{', …' if len(missing.tokens) > 4 else ''}); data/base gets the model with "
-        f"{missing.wanted} rows, of which the new ones are the mean of the others"
+        f"({', '.join(missing.tokens[:4])}{', …' if len(missing.tokens) > 4 else ''}), and the data holds such; "
+        f"data/base gets the model with {missing.wanted} rows, of which the new ones are the mean of the others"
     )
     given = fresh if ref.weights == "here" else source.path
     widen(given, fresh, missing, ref.trust_remote_code, ref.name_or_path)

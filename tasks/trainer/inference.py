@@ -38,17 +38,13 @@ def generate(
     answer must be shorter than the others', goes alone. So a greedy answer is the same alone and in a batch.
 
     Raises:
-        UserError: a prompt leaves no room for an answer in the model's context.
+        UserError: a prompt leaves no room for an answer in the model's context, or holds a token that the model lacks.
     """
     prompts = encoded(tokenizer, conversations)
-    limit = context_length(model)
-    rooms = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids)) for ids in prompts]
+    rooms = [min(max_new_tokens, _room(model, ids)) for ids in prompts]
     for number, (ids, room) in enumerate(zip(prompts, rooms, strict=True), 1):
         if room < 1:
-            raise UserError(
-                f"prompt {number} of {len(prompts)} has {len(ids)} tokens and the context of the model {limit}, so "
-                "there is no room for an answer; shorten it"
-            )
+            raise UserError(f"prompt {number} of {len(prompts)} {_why_not(model, tokenizer, ids)}")
     together = [index for index, room in enumerate(rooms) if room == max_new_tokens]
     batches = [together[start : start + BATCH] for start in range(0, len(together), BATCH)]
     batches += [[index] for index, room in enumerate(rooms) if room < max_new_tokens]
@@ -65,9 +61,8 @@ def answer_what_fits(
     conversations: Sequence[Messages],
     max_new_tokens: int,
 ) -> list[str]:
-    """As `generate`; where a prompt fills the context by itself, the answer is empty."""
-    limit = context_length(model)
-    fits = [limit is None or len(ids) < limit for ids in encoded(tokenizer, conversations)]
+    """As `generate`; where it would refuse a prompt, the answer is empty."""
+    fits = [_room(model, ids) > 0 for ids in encoded(tokenizer, conversations)]
     kept = [conversation for conversation, fit in zip(conversations, fits, strict=True) if fit]
     answers = iter(generate(model, tokenizer, kept, max_new_tokens))
     return [next(answers) if fit else "" for fit in fits]
@@ -82,6 +77,28 @@ def encoded(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Messages
         for messages in conversations
     ]
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def _room(model: PreTrainedModel, ids: list[int]) -> int:
+    """Tokens that an answer to a prompt may have."""
+    if max(ids, default=0) >= _rows(model):
+        return 0
+    limit = context_length(model)
+    return sys.maxsize if limit is None else max(limit - len(ids), 0)
+
+
+def _why_not(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    if max(ids, default=0) >= _rows(model):
+        token = tokenizer.convert_ids_to_tokens(max(ids))
+        return f"holds {token}, for which the model has no row, as no row of the data held it; leave it out"
+    return (
+        f"has {len(ids)} tokens and the context of the model {context_length(model)}, so there is no room for an "
+        "answer; shorten it"
+    )
+
+
+def _rows(model: PreTrainedModel) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def context_length(model: PreTrainedModel) -> int | None:

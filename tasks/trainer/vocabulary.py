@@ -1,6 +1,7 @@
-"""Tokens that a tokenizer has and its model's tables lack: rows are added before anything is trained.
+"""Tokens of prepared rows that a model's tables lack: rows are added before anything is trained.
 
-A row that is added is the mean of the model's own, so the same on every machine and a likely word to none.
+Only then: many a tokenizer has a token that no text holds (for padding, for images). A row that is added is the mean
+of the model's own, so the same on every machine and a likely word to none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from tasks.stage import lively
 from tasks.trainer.legacy.checkpoint import SHARD_BYTES, Writer, tensors, weight_files
 
 CHUNK = 4096  # rows summed at once
-NAMING = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -41,32 +41,15 @@ def table_rows(folder: Path) -> int | None:
 
 
 def missing_rows(folder: Path, trust_remote_code: bool) -> Missing | None:
-    """What the tokenizer in `folder` has beyond the rows that its config names; None where nothing is.
-
-    A padding token needs no row: nothing is learnt of it, and no position that is read holds it. Neither does a token
-    that the tokenizer's class has by default and none of its files names.
-    """
+    """What the tokenizer in `folder` has beyond the rows that its config names; None where nothing is."""
     rows = table_rows(folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError):
-        return None  # said where rows are encoded
     if rows is None:
         return None
-    files = [folder / name for name in NAMING]
-    text = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
-    beyond = {
-        token: number
-        for token, number in tokenizer.get_vocab().items()
-        if number >= rows and token != tokenizer.pad_token and (not text or _names(text, token))
-    }
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    beyond = {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
     if not beyond:
         return None
-    return Missing(rows, max(beyond.values()) + 1, tuple(sorted(beyond, key=beyond.__getitem__)))
-
-
-def _names(text: str, token: str) -> bool:
-    return json.dumps(token) in text or json.dumps(token, ensure_ascii=False) in text
+    return Missing(rows, max(beyond) + 1, tuple(beyond[number] for number in sorted(beyond)))
 
 
 def widen(source: Path, folder: Path, missing: Missing, trust_remote_code: bool, name: str) -> None:

@@ -154,6 +154,13 @@ def test_a_prompt_without_room_names_both_lengths(short: tuple[Any, Any]) -> Non
     assert answer_what_fits(model, tokenizer, [], 8) == []
 
 
+def test_a_token_without_a_row_is_named(short: tuple[Any, Any]) -> None:
+    model, tokenizer = short
+    tokenizer.add_tokens(["<tool>"])
+    with pytest.raises(UserError, match="prompt 1 of 1 holds <tool>, for which the model has no row"):
+        generate(model, tokenizer, asked("a <tool>"), 8)
+
+
 def test_an_answer_ends_with_the_context_and_its_neighbours_go_on(short: tuple[Any, Any]) -> None:
     model, tokenizer = short
     model.generation_config.eos_token_id = None

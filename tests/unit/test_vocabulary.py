@@ -20,7 +20,6 @@ from tasks.planner.model_spec import model_spec
 from tasks.select_strategy import read_config
 from tasks.trainer.base_model import ensure_base, published_folder, weights_folder
 from tasks.trainer.loading import load_base, read_final
-from tasks.trainer.vocabulary import missing_rows
 from tests import tiny
 
 NEW = ["<tool>", "</tool>", "<call>", "</call>"]
@@ -70,7 +69,7 @@ def test_every_token_has_a_row(
 ) -> None:
     folder, paths = published(tmp_path / "m", **how), Paths(tmp_path / "w")
     before, files = stored(folder), {file.name: file.read_bytes() for file in folder.iterdir()}
-    ref = ensure_base(wanted(folder), paths)
+    ref = ensure_base(wanted(folder), paths, ROWS + 1)
     assert (ref.vocabulary, ref.added_tokens, ref.weights) == (ROWS + 4, 4, "here")
     said = capsys.readouterr().err
     assert f"has 4 token(s) behind the {ROWS} rows of its embedding table (<tool>, </tool>" in said
@@ -86,7 +85,7 @@ def test_every_token_has_a_row(
             assert torch.equal(value[ROWS:], mean.expand(4, -1))
     same_answers(folder, paths)
     assert model_spec(read_config(paths.base / "config.json")).vocab == ROWS + 4
-    assert ensure_base(wanted(folder), paths) == ref
+    assert ensure_base(wanted(folder), paths) == ensure_base(wanted(folder), paths, ROWS + 3) == ref
     assert "behind" not in capsys.readouterr().err, "made once"
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
     assert (weights_folder(ref, paths), published_folder(ref, paths)) == (paths.base, folder)
@@ -105,24 +104,16 @@ def same_answers(folder: Path, paths: Paths) -> None:
         assert new >= ROWS and other(input_ids=torch.tensor([[new]])).logits.isfinite().all()
 
 
-def test_a_padding_token_needs_no_row(tmp_path: Path) -> None:
-    folder, paths = tiny.write_model(tmp_path / "m"), Paths(tmp_path / "w")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    assert tokenizer.pad_token_id == ROWS
-    tokenizer.save_pretrained(folder)
-    ref = ensure_base(wanted(folder), paths)
-    assert (ref.vocabulary, ref.added_tokens, ref.weights) == (ROWS, 0, "source")
-    add_tokens(folder, ["<tool>"])
-    found = missing_rows(folder, False)
-    assert found is not None and (found.wanted, found.tokens) == (ROWS + 2, ("<tool>",))
-
-
-def test_a_token_that_only_the_tokenizers_class_has_needs_no_row(tmp_path: Path) -> None:
-    """Qwen2's begins with an unknown token that byte-level text never is."""
-    folder = tiny.write_model(tmp_path / "m", family="qwen2")
-    assert len(AutoTokenizer.from_pretrained(folder)) > ROWS
-    assert missing_rows(folder, False) is None
+def test_a_token_that_no_row_holds_needs_none(tmp_path: Path) -> None:
+    """A padding or image token behind the tables is no reason to copy a model."""
+    folder, paths = published(tmp_path / "m"), Paths(tmp_path / "w")
+    plain = ensure_base(wanted(folder), paths)
+    assert (plain.vocabulary, plain.added_tokens, plain.weights) == (ROWS, 0, "source")
+    assert ensure_base(wanted(folder), paths, ROWS - 1) == plain
+    wide = ensure_base(wanted(folder), paths, ROWS)
+    assert wide.added_tokens == 4
+    assert ensure_base(wanted(folder), paths) == wide
+    assert ensure_base(wanted(folder), paths, 5) == plain, "the data changed, and the base with it"
 
 
 def test_a_tokenizer_that_changed_is_another_base(tmp_path: Path) -> None:
@@ -130,7 +121,7 @@ def test_a_tokenizer_that_changed_is_another_base(tmp_path: Path) -> None:
     folder, paths = tiny.write_model(tmp_path / "m"), Paths(tmp_path / "w")
     plain = ensure_base(wanted(folder), paths)
     add_tokens(folder, NEW)
-    wide = ensure_base(wanted(folder), paths)
+    wide = ensure_base(wanted(folder), paths, ROWS)
     assert (plain.vocabulary, wide.vocabulary) == (ROWS, ROWS + 4)
     assert plain.source_hash == wide.source_hash and plain.content_hash != wide.content_hash
     tiny.write_tokenizer(folder)
@@ -148,7 +139,7 @@ def test_what_was_tuned_with_other_rows_names_both_numbers(tmp_path: Path) -> No
         run_key="0" * 16,
         content_hash="0" * 64,
         finetuning_type="lora",
-        base=ensure_base(wanted(folder), paths),
+        base=ensure_base(wanted(folder), paths, ROWS),
     ).write(paths.final / "manifest.json")
     read_final(paths)
     tiny.write_tokenizer(folder)
@@ -163,7 +154,7 @@ def test_a_table_that_is_not_found_is_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 250}))
     words = "has 263 tokens and its tables 250 rows, and no rows can be added since lm_head.weight is not"
     with pytest.raises(UserError, match=re.escape(words)):
-        ensure_base(wanted(folder), paths)
+        ensure_base(wanted(folder), paths, ROWS)
     assert not paths.base.exists()
 
 
@@ -177,7 +168,7 @@ def test_a_converted_gguf_gets_rows_too(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(base_model, "convert_gguf", converted)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     paths = Paths(tmp_path / "w")
-    ref = ensure_base(wanted(tmp_path / "model.gguf"), paths)
+    ref = ensure_base(wanted(tmp_path / "model.gguf"), paths, ROWS)
     assert (ref.kind, ref.vocabulary, ref.added_tokens) == ("gguf", ROWS + 4, 4)
     assert load_base(paths, None).get_input_embeddings().weight.shape[0] == ROWS + 4
     assert len(list(paths.base.glob("*.safetensors"))) == 1, "the old files are gone"
