@@ -23,7 +23,8 @@ def evaluate(params: Params, paths: Paths) -> EvalReport:
     split = Split.open(paths.prepared, "validation")
     rows = list(range(min(len(split), params.evaluate.max_rows or len(split))))
     shown = rows[: params.evaluate.samples]
-    both = _two_models if final.finetuning_type == "full" else _adapter
+    whole = final.finetuning_type == "full" or final.embeddings_trained
+    both = _two_models if whole else _adapter
     (base, base_answers), (tuned, tuned_answers) = both(params.evaluate, paths, split, rows, shown)
     Samples(
         run_key=final.run_key,
@@ -71,12 +72,13 @@ def _adapter(
 def _two_models(
     params: EvaluateParams, paths: Paths, split: Split, rows: list[int], shown: list[int]
 ) -> tuple[Judged, Judged]:
-    from tasks.trainer.loading import inference_dtype, load_base, load_tokenizer, load_tuned
+    from tasks.trainer.loading import inference_dtype, load_base_of, load_tokenizer, load_tuned, read_final
     from tasks.trainer.placement import place
 
     judge = _judge(params, split, rows, shown)
     with heartbeat("loading the base model"):
-        base = place(load_base(paths, inference_dtype(paths.final)))
+        method = read_final(paths).finetuning_type
+        base = place(load_base_of(method, paths, inference_dtype(paths.final)))
     before = judge(base, load_tokenizer(paths), "base")
     del base
     with heartbeat("loading the tuned model"):

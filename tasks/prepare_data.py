@@ -221,10 +221,12 @@ def _give_rows(base: BaseModelRef, kept: dict[str, list[Prepared]], params: Para
     highest = max(max(item.encoded.input_ids) for rows in kept.values() for item in rows)
     if not has_rows(base, highest):
         base = ensure_base(params.model, paths, highest)
-    if base.added_tokens and params.train.finetuning_type != "full":
+    train = params.train
+    if base.added_tokens and train.finetuning_type != "full" and not train.lora.train_embeddings:
         say(
-            f"train.finetuning_type={params.train.finetuning_type} trains no rows of the tables, so those of the "
-            f"{base.added_tokens} added token(s) stay as they are; the layers learn around them"
+            f"train.finetuning_type={train.finetuning_type} trains no rows of the tables, so those of the "
+            f"{base.added_tokens} added token(s) stay as they are and the layers learn around them; "
+            "train.lora.train_embeddings: true trains them"
         )
 
 

@@ -244,5 +244,6 @@ def workload(train: TrainParams, manifest: DataManifest, precision: Precision) -
         mean_row=split.tokens / split.rows,
         lora_rank=train.lora.rank,
         lora_targets=train.lora.targets if isinstance(train.lora.targets, str) else tuple(train.lora.targets),
+        train_embeddings=train.lora.train_embeddings,
         communication_hook=train.communication_hook,
     )

@@ -49,6 +49,7 @@ def finish(engine: Engine, job: Job, paths: Paths, mine: RankPerformance, starts
         content_hash=content,
         finetuning_type=job.train.finetuning_type,
         base=base,
+        embeddings_trained=job.train.finetuning_type != "full" and job.train.lora.train_embeddings,
     ).write(final / "manifest.json")
     _report(engine, job, content, records).write(final / "train_report.json")
     write_curves(records, final / "train_curves.csv")

@@ -121,7 +121,27 @@ def attach_adapters(base: PreTrainedModel, train: TrainParams, seed: int) -> Pef
             f"train.lora.targets={train.lora.targets} does not fit the model ({str(error).split('.')[0]}); "
             "use all-linear or module names of this model"
         ) from None
+    if train.lora.train_embeddings:
+        train_tables(base, train)
     return model
+
+
+def train_tables(base: PreTrainedModel, train: TrainParams) -> None:
+    """Embedding table and head are trained themselves, in float32 at least, not copies of them as PEFT would make.
+
+    Raises:
+        UserError: one of them has an adapter.
+    """
+    for table in (base.get_input_embeddings(), base.get_output_embeddings()):
+        if isinstance(table, LoraLayer):
+            raise UserError(
+                f"train.lora.train_embeddings=true trains embedding table and head whole, and "
+                f"train.lora.targets={train.lora.targets} puts an adapter on one of them; leave it out of the targets"
+            )
+        for weight in table.parameters():
+            if weight.dtype in (torch.bfloat16, torch.float16):
+                weight.data = weight.data.float()
+            weight.requires_grad_(True)
 
 
 def stay_in_half(model: torch.nn.Module, precision: Precision) -> None:

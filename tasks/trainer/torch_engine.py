@@ -144,7 +144,8 @@ class TorchEngine:
         module = self.modules[0]
         if isinstance(module, FSDPModule):
             # In this order: the first sets what the second does, too.
-            module.set_requires_gradient_sync(last or self.train.finetuning_type == "full")
+            large = self.train.finetuning_type == "full" or self.train.lora.train_embeddings
+            module.set_requires_gradient_sync(last or large)
             module.set_requires_all_reduce(last)
         elif isinstance(module, DistributedDataParallel) and not last:
             return module.no_sync()
@@ -231,7 +232,8 @@ class TorchEngine:
         full = self.train.finetuning_type == "full"
         weights = training_state.read_weights(checkpoint, DTYPES[self.precision] if full else None)
         training_state.check_whole(self.outline, weights)
-        self.outline.save_pretrained(folder, state_dict=weights)
+        tables = {} if full else {"save_embedding_layers": self.train.lora.train_embeddings}
+        self.outline.save_pretrained(folder, state_dict=weights, **tables)
         (folder / "README.md").unlink(missing_ok=True)
 
     def parameter_counts(self) -> tuple[int, int]:

@@ -85,7 +85,8 @@ def start_weights(root: Path) -> dict[str, torch.Tensor]:
     if params.train.finetuning_type == "full":
         return load_file(root / "model" / "model.safetensors")
     model = attach_adapters(load_base(Paths(root), torch.float32), params.train, params.seed)
-    return {name: value.clone() for name, value in get_peft_model_state_dict(model).items()}
+    state = get_peft_model_state_dict(model, save_embedding_layers=params.train.lora.train_embeddings)
+    return {name: value.clone() for name, value in state.items()}
 
 
 def assert_same(
