@@ -106,7 +106,7 @@ def test_lora_keeps_the_base_in_the_compute_precision_and_16_bytes_an_adapter_pa
 
 
 def test_trained_tables_take_their_states():
-    """As the recipe asks for them; beside them a frozen copy is counted, as PEFT keeps one and this trainer does not."""
+    """Beside them a frozen copy is counted, as PEFT keeps one (this trainer does not)."""
     recipe = params(**{"train.lora.train_embeddings": True}).train
     split = SplitCounts(rows=2, tokens=9, target_tokens=2, longest=8)
     assert workload(recipe, DataManifest.model_construct(train=split), "bfloat16").train_embeddings
