@@ -173,12 +173,13 @@ def export(
     output: Annotated[Path, typer.Argument(help="The folder to write; it must not exist or be empty.")],
     merge: Annotated[bool, typer.Option(help="Whole weights instead of the adapter alone.")] = False,
     model: Model = None,
+    step: Annotated[int | None, typer.Option(min=1, help="A step whose checkpoint is still there.")] = None,
 ) -> None:
     """Writes the tuned model as a Hugging Face (or PEFT) folder and checks that it opens."""
     params, paths = _here()
     from tasks.commands.export import export as write
 
-    print(write(params, paths, output, merge, model))
+    print(write(params, paths, output, merge, model, step))
 
 
 @app.command()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.commands.tuned import tuned_folder
+from tasks.commands.tuned import step_folder, tuned_folder
 from tasks.contracts import FinalManifest, TrainReport, write_text
 from tasks.errors import UserError
 from tasks.params import Params
@@ -26,12 +26,20 @@ FOUR_BITS = "BitsAndBytesConfig with load_in_4bit, bnb_4bit_quant_type=nf4, bnb_
 OURS = ("manifest.json", "train_report.json", "train_curves.csv")
 
 
-def export(params: Params, paths: Paths, output: Path, merge: bool, version: str | None = None) -> Path:
+def export(
+    params: Params,
+    paths: Paths,
+    output: Path,
+    merge: bool,
+    version: str | None = None,
+    step: int | None = None,
+) -> Path:
     """Writes `output` whole or not at all, then opens it as a user would and compares logits with the tuned model.
 
     Args:
         merge: fold a LoRA adapter into the base and write whole weights; otherwise the adapter alone.
         version: a registered one, `models:/name/3`; None takes `checkpoints/final/`.
+        step: a step of the recipe's run whose checkpoint is still there, instead of the last.
 
     Raises:
         UserError: `output` exists and is not empty, or nothing trained yet.
@@ -41,7 +49,10 @@ def export(params: Params, paths: Paths, output: Path, merge: bool, version: str
         raise UserError(
             f"{output} is there and not empty, and export overwrites nothing; name another folder"
         )
-    with tuned_folder(params, paths, version) as folder:
+    if version and step is not None:
+        raise UserError(f"--model {version} and --step {step} name two models; leave one out")
+    chosen = tuned_folder(params, paths, version) if step is None else step_folder(params, paths, step)
+    with chosen as folder:
         with heartbeat("loading the tuned model"):
             from tasks.trainer import loading
 

@@ -92,7 +92,7 @@ def widen(source: Path, folder: Path, missing: Missing, trust_remote_code: bool,
 
 def _holder(config: dict[str, Any]) -> Any:
     """The part of a config that holds `vocab_size`."""
-    return next((part for part in (config, config.get("text_config", {})) if "vocab_size" in part), None)
+    return next((part for part in (config, config.get("text_config") or {}) if "vocab_size" in part), None)
 
 
 def _changed(folder: Path, missing: Missing, trust_remote_code: bool) -> dict[str, int]:
