@@ -237,7 +237,9 @@ def test_an_export_opens_with_plain_libraries(workspace: Workspace, merge: bool)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    workspace.must("elastane", "export", "out", *(["--merge"] if merge else ["--model", "models:/elastane/1"]))
+    workspace.must(
+        "elastane", "export", "out", *(["--merge"] if merge else ["--model", "models:/elastane/1"])
+    )
     out = workspace.root / "out"
     if merge:
         model = AutoModelForCausalLM.from_pretrained(out)
