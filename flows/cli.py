@@ -16,6 +16,7 @@ from flows.cli_plan import plan
 from tasks.errors import USER_ERROR_EXIT_CODE, UserError
 from tasks.params import Params, read_params
 from tasks.paths import Paths
+from tasks.sampling import Sampling
 from tasks.stage import say
 
 app = typer.Typer(
@@ -25,6 +26,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
+
+Model = Annotated[
+    str | None, typer.Option(help="A registered version, models:/name/3 or models:/name@alias.")
+]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; above, it is drawn.")]
+TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that make up this share.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Of what is drawn; the recipe's by default.")]
 
 
 def main() -> None:
@@ -112,11 +121,15 @@ app.command()(certify)
 
 
 @app.command()
-def generate(
+def generate(  # noqa: PLR0913, PLR0917 - one argument an option
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, each in quotes.")] = None,
     file: Annotated[Path | None, typer.Option(help="A file with a prompt a line.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
+    max_new_tokens: MaxNewTokens = None,
     base: Annotated[bool, typer.Option(help="Answer with the base model instead.")] = False,
+    model: Model = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
     json: Json = False,
 ) -> None:
     """Answers of the tuned model."""
@@ -129,7 +142,7 @@ def generate(
     from tasks.commands.generate import generate as answer
 
     wanted = [prompt for prompt in wanted if prompt.strip()]
-    answers = answer(params, paths, wanted, max_new_tokens, base)
+    answers = answer(params, paths, wanted, max_new_tokens, base, model, Sampling(temperature, top_p), seed)
     if json:
         from json import dumps
 
@@ -141,24 +154,32 @@ def generate(
 
 
 @app.command()
-def chat() -> None:
+def chat(
+    max_new_tokens: MaxNewTokens = None,
+    model: Model = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+) -> None:
     """A conversation with the tuned model."""
     params, paths = _here()
     from tasks.commands.chat import chat as talk
 
-    talk(params, paths)
+    talk(params, paths, max_new_tokens, model, Sampling(temperature, top_p), seed)
 
 
 @app.command()
 def export(
     output: Annotated[Path, typer.Argument(help="The folder to write; it must not exist or be empty.")],
     merge: Annotated[bool, typer.Option(help="Whole weights instead of the adapter alone.")] = False,
+    model: Model = None,
+    step: Annotated[int | None, typer.Option(min=1, help="A step whose checkpoint is still there.")] = None,
 ) -> None:
     """Writes the tuned model as a Hugging Face (or PEFT) folder and checks that it opens."""
     params, paths = _here()
     from tasks.commands.export import export as write
 
-    print(write(params, paths, output, merge))
+    print(write(params, paths, output, merge, model, step))
 
 
 @app.command()

@@ -23,7 +23,8 @@ def evaluate(params: Params, paths: Paths) -> EvalReport:
     split = Split.open(paths.prepared, "validation")
     rows = list(range(min(len(split), params.evaluate.max_rows or len(split))))
     shown = rows[: params.evaluate.samples]
-    both = _two_models if final.finetuning_type == "full" else _adapter
+    whole = final.finetuning_type == "full" or final.embeddings_trained
+    both = _two_models if whole else _adapter
     (base, base_answers), (tuned, tuned_answers) = both(params.evaluate, paths, split, rows, shown)
     Samples(
         run_key=final.run_key,
@@ -71,11 +72,13 @@ def _adapter(
 def _two_models(
     params: EvaluateParams, paths: Paths, split: Split, rows: list[int], shown: list[int]
 ) -> tuple[Judged, Judged]:
-    from tasks.trainer.loading import device, inference_dtype, load_base, load_tokenizer, load_tuned
+    from tasks.trainer.loading import inference_dtype, load_base_of, load_tokenizer, load_tuned, read_final
+    from tasks.trainer.placement import place
 
     judge = _judge(params, split, rows, shown)
     with heartbeat("loading the base model"):
-        base = load_base(paths, inference_dtype(paths.final)).to(device()).eval()
+        method = read_final(paths).finetuning_type
+        base = place(load_base_of(method, paths, inference_dtype(paths.final)))
     before = judge(base, load_tokenizer(paths), "base")
     del base
     with heartbeat("loading the tuned model"):
@@ -84,7 +87,7 @@ def _two_models(
 
 
 def _judge(params: EvaluateParams, split: Split, rows: list[int], shown: list[int]) -> Callable[..., Judged]:
-    from tasks.trainer.inference import generate, score
+    from tasks.trainer.inference import answer_what_fits, score
 
     def judge(model: object, tokenizer: object, label: str) -> Judged:
         scored = score(model, split, rows, params.batch_size, label)
@@ -92,7 +95,7 @@ def _judge(params: EvaluateParams, split: Split, rows: list[int], shown: list[in
         if not prompts:
             return scored, []
         with heartbeat(f"generating {len(prompts)} answers with the {label} model"):
-            return scored, generate(model, tokenizer, prompts, params.max_new_tokens)
+            return scored, answer_what_fits(model, tokenizer, prompts, params.max_new_tokens)
 
     return judge
 

@@ -61,6 +61,8 @@ MIGRATIONS = {
     "lora_alpha": "train.lora.alpha",
     "lora_target": "train.lora.targets",
     "target_modules": "train.lora.targets",
+    "modules_to_save": "train.lora.train_embeddings (true: embedding table and head, and nothing else)",
+    "additional_target": "train.lora.train_embeddings (true: embedding table and head, and nothing else)",
     "lora_dropout": "nothing: dropout is 0 so that every plan draws the same masks",
     "fp16": "train.precision (float16)",
     "bf16": "train.precision (bfloat16)",
@@ -115,6 +117,7 @@ class LoraParams(Section):
     rank: Degree
     alpha: Positive
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)]
+    train_embeddings: bool
 
 
 class TrainParams(Section):

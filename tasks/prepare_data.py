@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.contracts import DataManifest, write_text
+from tasks.contracts import BaseModelRef, DataManifest, write_text
 from tasks.data.docstrings import docstring_rows, fingerprint
 from tasks.data.formats import RawRow, canonical, detect, read_file, read_hub, rows_hash
 from tasks.data.rows import BadRow, Row
@@ -75,9 +75,10 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
 
     from tasks.trainer.base_model import ensure_base
 
-    ensure_base(params.model, paths)
+    base = ensure_base(params.model, paths)
     kept = _encode({"train": train, "validation": validation}, params, paths, rejections)
     _refuse_empty(kept["train"], kept["validation"], wanted, rejections)
+    _give_rows(base, kept, params, paths)
     manifest = _write(paths, params, source, kept, rejections)
     left_out = sum(manifest.rejected.values())
     say(
@@ -211,6 +212,22 @@ def _encode(
             except BadRow as error:
                 rejections.bad(row.where, error)
     return kept
+
+
+def _give_rows(base: BaseModelRef, kept: dict[str, list[Prepared]], params: Params, paths: Paths) -> None:
+    """Sees to it that the base has a row for every token of the data, and says what a method makes of new ones."""
+    from tasks.trainer.base_model import ensure_base, has_rows
+
+    highest = max(max(item.encoded.input_ids) for rows in kept.values() for item in rows)
+    if not has_rows(base, highest):
+        base = ensure_base(params.model, paths, highest)
+    train = params.train
+    if base.added_tokens and train.finetuning_type != "full" and not train.lora.train_embeddings:
+        say(
+            f"train.finetuning_type={train.finetuning_type} trains no rows of the tables, so those of the "
+            f"{base.added_tokens} added token(s) stay as they are and the layers learn around them; "
+            "train.lora.train_embeddings: true trains them"
+        )
 
 
 def _write(

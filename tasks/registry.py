@@ -203,7 +203,8 @@ def description(
 ) -> str:
     """Markdown for the version's page in MLflow."""
     recipe = params.train
-    adapted = f"{METHOD_NAMES[recipe.finetuning_type]} rank {recipe.lora.rank}"
+    tables = " and embeddings" if recipe.lora.train_embeddings else ""
+    adapted = f"{METHOD_NAMES[recipe.finetuning_type]} rank {recipe.lora.rank}{tables}"
     method = METHOD_NAMES["full"] if recipe.finetuning_type == "full" else adapted
     lines = [
         f"**{method} of {params.model.name_or_path}** on {manifest.source}: {trained.steps} steps, "

@@ -23,6 +23,10 @@ def recipe(params: Params) -> dict[str, object]:
     said["global_batch"] = params.global_batch
     if params.train.finetuning_type != "full":
         said["lora"] = train["lora"]
+        if (
+            not params.train.lora.train_embeddings
+        ):  # a key of later versions: what was trained without it is the same
+            del train["lora"]["train_embeddings"]
     return said
 
 

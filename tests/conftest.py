@@ -27,6 +27,17 @@ for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME"):
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For matrices so small that threads would mostly wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """A tiny workspace after one `elastane run`. Tests copy it before they change anything."""

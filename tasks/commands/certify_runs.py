@@ -180,11 +180,14 @@ def initial_weights(params: Params, paths: Paths, precision: Precision) -> dict[
     """What every run began with, by the names of the export."""
     from peft import get_peft_model_state_dict
 
+    from tasks.trainer.adapters import attach_adapters
     from tasks.trainer.loading import DTYPES, load_base, stored_precision
-    from tasks.trainer.parallelize import attach_adapters
 
     full = params.train.finetuning_type == "full"
     held = DTYPES[stored_precision(params.train.finetuning_type, precision)]
     model = attach_adapters(load_base(paths, held), params.train, params.seed)
-    state: dict[str, torch.Tensor] = model.state_dict() if full else get_peft_model_state_dict(model)
+    tables = params.train.lora.train_embeddings
+    state: dict[str, torch.Tensor] = (
+        model.state_dict() if full else get_peft_model_state_dict(model, save_embedding_layers=tables)
+    )
     return {name: value.detach() for name, value in state.items()}

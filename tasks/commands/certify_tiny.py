@@ -62,7 +62,7 @@ RECIPE: dict[str, Any] = {
     "model.trust_remote_code": False,
     "prepare_data.source": "tiny",
     "probe_hardware.device": "auto",
-    "train.lora": {"rank": 4, "alpha": 8, "targets": "all-linear"},
+    "train.lora": {"rank": 4, "alpha": 8, "targets": "all-linear", "train_embeddings": False},
     "train.global_batch": BATCH,
     "train.lr_scheduler_type": "cosine",
     "train.warmup_ratio": 0.2,

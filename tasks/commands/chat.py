@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import sys
 
+from tasks.commands.generate import draw, loaded
+from tasks.commands.tuned import tuned_folder
+from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
-from tasks.stage import heartbeat, say
+from tasks.sampling import GREEDY, Sampling
+from tasks.stage import say
 
 LEAVE = frozenset({"exit", "quit"})
 
 
-def chat(params: Params, paths: Paths) -> None:
+def chat(
+    params: Params,
+    paths: Paths,
+    max_new_tokens: int | None = None,
+    version: str | None = None,
+    sampling: Sampling = GREEDY,
+    seed: int | None = None,
+) -> None:
     """Reads a turn a line from stdin and prints the answer; an empty line starts afresh, `exit` or end of input leaves.
+
+    Arguments are those of `generate`. A turn for which the model's context has no room is said and taken back.
 
     Raises:
         UserError: nothing trained yet.
     """
-    with heartbeat("loading the model"):
-        from tasks.trainer import inference, loading
+    with tuned_folder(params, paths, version) as folder:
+        model, tokenizer = loaded(paths, folder)
+    from tasks.trainer.inference import generate
 
-        model, tokenizer = loading.load_tuned(paths)
+    draw(params.seed if seed is None else seed)
+    length = max_new_tokens or params.evaluate.max_new_tokens
     say("Ask; an empty line starts a new conversation, exit or Ctrl-D leaves.")
     messages: list[dict[str, str]] = []
     while True:
@@ -32,7 +47,11 @@ def chat(params: Params, paths: Paths) -> None:
             messages = []
             say("(new conversation)")
             continue
-        messages.append({"role": "user", "content": line.strip()})
-        answer = inference.generate(model, tokenizer, [messages], params.evaluate.max_new_tokens)[0]
-        messages.append({"role": "assistant", "content": answer})
+        asked = [*messages, {"role": "user", "content": line.strip()}]
+        try:
+            (answer,) = generate(model, tokenizer, [asked], length, sampling)
+        except UserError as error:
+            say(f"{error}; an empty line starts a new conversation")
+            continue
+        messages = [*asked, {"role": "assistant", "content": answer}]
         print(answer, flush=True)

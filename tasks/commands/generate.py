@@ -2,43 +2,69 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from tasks.commands.tuned import tuned_folder
 from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
+from tasks.sampling import GREEDY, Sampling
 from tasks.stage import heartbeat
-
-BATCH = 16
 
 
 def generate(
-    params: Params, paths: Paths, prompts: list[str], max_new_tokens: int | None, base: bool
+    params: Params,
+    paths: Paths,
+    prompts: list[str],
+    max_new_tokens: int | None,
+    base: bool,
+    version: str | None = None,
+    sampling: Sampling = GREEDY,
+    seed: int | None = None,
 ) -> list[str]:
-    """One answer a prompt, greedy, in the order of the prompts.
+    """One answer a prompt, in the order of the prompts.
 
     Args:
         max_new_tokens: None takes `evaluate.max_new_tokens`.
         base: answer with the base model instead of the tuned one.
+        version: a registered one, `models:/name/3`; None takes `checkpoints/final/`.
+        seed: of what is drawn; None takes that of the recipe.
 
     Raises:
-        UserError: no prompt, or nothing trained yet.
+        UserError: no prompt, one that is longer than the model's context, or nothing trained yet.
     """
     wanted = [prompt.strip() for prompt in prompts if prompt.strip()]
     if not wanted:
         raise UserError("generate got no prompt; give one in quotes, or --file with a prompt a line")
-    with heartbeat("loading the model"):
-        from tasks.trainer import inference, loading
+    if base and version:
+        raise UserError(f"--base and --model {version} name two models; leave one out")
+    chosen = nullcontext(paths.final) if base else tuned_folder(params, paths, version)
+    with chosen as folder:
+        model, tokenizer = loaded(paths, None if base else folder)
+        from tasks.trainer.inference import generate as answers
 
-        if base:
-            model = loading.load_base(paths, loading.base_dtype()).to(loading.device()).eval()
-            tokenizer = loading.load_tokenizer(paths)
-        else:
-            model, tokenizer = loading.load_tuned(paths)
-    length = max_new_tokens or params.evaluate.max_new_tokens
-    answers: list[str] = []
-    with heartbeat(f"generating {len(wanted)} answer(s)"):
-        for start in range(0, len(wanted), BATCH):
-            conversations = [
-                [{"role": "user", "content": prompt}] for prompt in wanted[start : start + BATCH]
-            ]
-            answers += inference.generate(model, tokenizer, conversations, length)
-    return answers
+        draw(params.seed if seed is None else seed)
+        length = max_new_tokens or params.evaluate.max_new_tokens
+        conversations = [[{"role": "user", "content": prompt}] for prompt in wanted]
+        with heartbeat(f"generating {len(wanted)} answer(s)"):
+            return answers(model, tokenizer, conversations, length, sampling)
+
+
+def loaded(paths: Paths, folder: Path | None) -> tuple[Any, Any]:
+    """Model and tokenizer, ready to answer: what was tuned, in `folder`, or with None the base."""
+    with heartbeat("loading the model"):
+        from tasks.trainer import loading
+        from tasks.trainer.placement import place
+
+        if folder is not None:
+            return loading.load_tuned(paths, folder)
+        return place(loading.load_base(paths, loading.base_dtype())), loading.load_tokenizer(paths)
+
+
+def draw(seed: int) -> None:
+    """What is drawn from now on is drawn from `seed`."""
+    import torch
+
+    torch.manual_seed(seed)

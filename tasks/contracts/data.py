@@ -24,6 +24,8 @@ class BaseModelRef(Contract):
     source_hash: str
     trust_remote_code: bool
     commit: str | None = None
+    vocabulary: Count | None = None
+    added_tokens: Count = 0
 
 
 class SplitCounts(Contract):

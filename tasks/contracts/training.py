@@ -20,12 +20,16 @@ class CheckpointManifest(Contract):
 
 
 class FinalManifest(Contract):
-    """`checkpoints/final/manifest.json`: only what the recipe determines."""
+    """`checkpoints/final/manifest.json`: only what the recipe determines.
+
+    `embeddings_trained`: beside an adapter lie tables that take the place of the base's, adapter switched on or off.
+    """
 
     run_key: str
     content_hash: str
     finetuning_type: FinetuningType
     base: BaseModelRef
+    embeddings_trained: bool = False
 
 
 class TrainReport(Contract):

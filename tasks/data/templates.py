@@ -84,6 +84,17 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int) -> Enc
     return Encoded(ids[:max_length], labels[:max_length], len(ids) > max_length)
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that the chat template writes behind an answer; None where that is no token of its own."""
+    asked, answer = [{"role": "user", "content": "a"}], "Zq7"
+    try:
+        whole = _render(tokenizer, [*asked, {"role": "assistant", "content": answer}], False)
+    except BadRow:
+        return None
+    behind = tokenizer(whole.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return int(behind[0]) if behind and behind[0] in tokenizer.added_tokens_decoder else None
+
+
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], opened: bool) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened))

@@ -103,7 +103,8 @@ def _pipeline_traffic(
     size = rows * spec.hidden * hidden_state_bytes(work, software) / split
     across = plan.world_size // plan.pp >= machine.gpus_per_node
     sent = 2 * plan.accumulation * plan.virtual_stages * point_to_point(machine, size, across)
-    if spec.tied_embeddings and work.method == "full" and last_rank(plan) > 0:
+    trained = work.method == "full" or work.train_embeddings
+    if spec.tied_embeddings and trained and last_rank(plan) > 0:
         sent += point_to_point(machine, FLOAT32 * spec.embedding_parameters / plan.tp, across)
     return sent
 

@@ -177,7 +177,7 @@ class Software:
 # compiled layers has come out smaller than it can be. A layer takes 3.8 ms of launches forward and backward in full
 # tuning and 6.3 ms with seven adapters; compiled 2.3 and 4.0. Gathering and scattering costs 2.1 ms more a layer's
 # forward pass (planner-gpu-fsdp2.json), cutting 0.8 ms (one run: LoRA of a 7 B model on two H200).
-# Its adapters take half-precision inputs as they are (`stay_in_half` of tasks/trainer/parallelize.py), where PEFT's
+# Its adapters take half-precision inputs as they are (`stay_in_half` of tasks/trainer/adapters.py), where PEFT's
 # would keep a float32 copy: counted as `SAVED` of activations.py was. What compiled layers keep is read off
 # planner-gpu-compiled.json, but for the norms of query and key, which none of its models has.
 COMPILED_SAVED = {
@@ -247,5 +247,6 @@ def workload(train: TrainParams, manifest: DataManifest, precision: Precision) -
         mean_row=split.tokens / split.rows,
         lora_rank=train.lora.rank,
         lora_targets=train.lora.targets if isinstance(train.lora.targets, str) else tuple(train.lora.targets),
+        train_embeddings=train.lora.train_embeddings,
         communication_hook=train.communication_hook,
     )

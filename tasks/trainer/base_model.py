@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -13,13 +14,25 @@ from tasks.params import ModelParams
 from tasks.paths import Paths
 from tasks.stage import heartbeat, say
 from tasks.trainer.legacy.registry import converts
-from tasks.trainer.model_source import SMALL_FILES, Source, code_files, find_source, folder_hash, source_hash
+from tasks.trainer.model_source import (
+    SMALL_FILES,
+    Source,
+    beside_weights,
+    code_files,
+    find_source,
+    folder_hash,
+    source_hash,
+)
 
 
-def ensure_base(model: ModelParams, paths: Paths) -> BaseModelRef:
+def ensure_base(model: ModelParams, paths: Paths, highest: int | None = None) -> BaseModelRef:
     """Brings `data/base/` up to date: base.json, config, tokenizer, and converted weights if need be.
 
     Does nothing when it already holds this model. Written beside and renamed: never half there.
+
+    Args:
+        highest: the largest token id of the prepared rows. Where the model has no row for it, the base gets one for
+            every token of the tokenizer. None leaves the rows as they are.
 
     Raises:
         UserError: the model is not found or has no weights.
@@ -44,11 +57,38 @@ def ensure_base(model: ModelParams, paths: Paths) -> BaseModelRef:
         trust_remote_code=model.trust_remote_code,
         commit=source.commit,
     )
-    if present is not None and ref.model_copy(update={"content_hash": present.content_hash}) == present:
+    if present is not None and _still_good(present, ref, source, paths, highest):
         return present
     if source.commit:
         say(f"{model.name_or_path}: commit {source.commit}, kept to from now on (data/base/base.json)")
-    return _write(ref, source, paths)
+    return _write(ref, source, paths, highest)
+
+
+def has_rows(base: BaseModelRef, highest: int) -> bool:
+    """Whether rows were added just where the token `highest` needs one."""
+    if base.vocabulary is None:
+        return True
+    return (highest >= base.vocabulary - base.added_tokens) == (base.added_tokens > 0)
+
+
+def _still_good(
+    present: BaseModelRef, ref: BaseModelRef, source: Source, paths: Paths, highest: int | None
+) -> bool:
+    """Whether what is in data/base is what `ref` asks for, with the rows that `highest` asks for."""
+    made = {"content_hash", "vocabulary", "added_tokens", *(("weights",) if present.added_tokens else ())}
+    if present.model_copy(update={key: getattr(ref, key) for key in made}) != ref:
+        return False
+    if ref.weights == "source" and _other_tokenizer(source, paths):
+        return False
+    return highest is None or has_rows(present, highest)
+
+
+def _other_tokenizer(source: Source, paths: Paths) -> bool:
+    """Whether the tokenizer at the source (or what else goes beside weights) is no longer that in data/base."""
+    there, here = beside_weights(source.path), beside_weights(paths.base)
+    return there.keys() != here.keys() or not all(
+        filecmp.cmp(file, here[name], shallow=False) for name, file in there.items()
+    )
 
 
 def _at_the_known_commit(model: ModelParams, present: BaseModelRef | None) -> ModelParams:
@@ -68,7 +108,7 @@ def _say_what_is_run(model: ModelParams, folder: Path) -> None:
         )
 
 
-def _write(ref: BaseModelRef, source: Source, paths: Paths) -> BaseModelRef:
+def _write(ref: BaseModelRef, source: Source, paths: Paths, highest: int | None) -> BaseModelRef:
     fresh = paths.base.with_name(f".{paths.base.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -86,10 +126,33 @@ def _write(ref: BaseModelRef, source: Source, paths: Paths) -> BaseModelRef:
         for file in [*small, *(code_files(source.path) if ref.trust_remote_code else ())]:
             if not file.name.endswith(".index.json"):
                 shutil.copyfile(file, fresh / file.name)
+    from tasks.trainer.vocabulary import table_rows
+
+    ref = ref.model_copy(update={"vocabulary": table_rows(fresh)})
+    if highest is not None and not has_rows(ref, highest):
+        ref = _with_a_row_a_token(ref, source, fresh)
     ref.write(fresh / paths.base_ref.name)
     shutil.rmtree(paths.base, ignore_errors=True)
     fresh.rename(paths.base)
     return ref
+
+
+def _with_a_row_a_token(ref: BaseModelRef, source: Source, fresh: Path) -> BaseModelRef:
+    """Adds rows for tokens that the model has none for. The whole model is written, so that every plan sees one."""
+    from tasks.trainer.vocabulary import missing_rows, widen
+
+    missing = missing_rows(fresh, ref.trust_remote_code)
+    assert missing is not None, "the tokenizer wrote such a token"
+    added = missing.wanted - missing.rows
+    say(
+        f"{ref.name_or_path}: its tokenizer has {added} token(s) behind the {missing.rows} rows of its embedding table "
+        f"({', '.join(missing.tokens[:4])}{', …' if len(missing.tokens) > 4 else ''}), and the data holds such; "
+        f"data/base gets the model with {missing.wanted} rows, of which the new ones are the mean of the others"
+    )
+    given = fresh if ref.weights == "here" else source.path
+    widen(given, fresh, missing, ref.trust_remote_code, ref.name_or_path)
+    made = {"weights": "here", "vocabulary": missing.wanted, "added_tokens": added}
+    return ref.model_copy(update={**made, "content_hash": folder_hash(fresh, ref.trust_remote_code)})
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
@@ -129,12 +192,7 @@ def weights_folder(ref: BaseModelRef, paths: Paths) -> Path:
     """
     if ref.weights == "here":
         return paths.base
-    model = ModelParams(
-        name_or_path=ref.name_or_path,
-        revision=ref.commit or ref.revision,
-        trust_remote_code=ref.trust_remote_code,
-    )
-    source = find_source(model)
+    source = find_source(_asked(ref))
     if source_hash(source, ref.trust_remote_code) != ref.source_hash:
         what = "weights or code" if ref.trust_remote_code else "weights"
         raise UserError(
@@ -142,5 +200,22 @@ def weights_folder(ref: BaseModelRef, paths: Paths) -> Path:
             "run `dvc repro -f prepare_data` to take the new ones"
         )
     if os.environ.get("RANK", "0") == "0":
-        _say_what_is_run(model, source.path)
+        _say_what_is_run(_asked(ref), source.path)
     return source.path
+
+
+def published_folder(ref: BaseModelRef, paths: Paths) -> Path:
+    """The model as others get it under its name, without rows that were added here; data/base if it was converted."""
+    if ref.added_tokens and ref.kind in ("folder", "hub"):
+        source = find_source(_asked(ref))
+        if not converts(source.path, ref.trust_remote_code):
+            return source.path
+    return weights_folder(ref, paths)
+
+
+def _asked(ref: BaseModelRef) -> ModelParams:
+    return ModelParams(
+        name_or_path=ref.name_or_path,
+        revision=ref.commit or ref.revision,
+        trust_remote_code=ref.trust_remote_code,
+    )

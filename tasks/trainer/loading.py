@@ -26,6 +26,7 @@ from tasks.paths import Paths
 from tasks.stage import say
 from tasks.trainer.base_model import weights_folder
 from tasks.trainer.file_weights import FileWeights, has_files, stored_kind
+from tasks.trainer.placement import device, place
 from tasks.trainer.quantize import quantize
 from tasks.trainer.weights import MetaModel, meta_of
 
@@ -50,11 +51,6 @@ def loaded_dtype(method: FinetuningType, precision: Precision) -> torch.dtype | 
     """What the base is loaded as to be trained; None is as its file has it, which NF4 is made of."""
     as_it_is = method == "qlora" and precision != "float64"
     return None if as_it_is else DTYPES[stored_precision(method, precision)]
-
-
-def device() -> torch.device:
-    """Where a single process works: the first visible GPU, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_tokenizer(paths: Paths) -> PreTrainedTokenizerBase:
@@ -104,9 +100,8 @@ def _described(paths: Paths) -> tuple[Path, PretrainedConfig, bool]:
     ref = BaseModelRef.read(paths.base_ref)
     folder = weights_folder(ref, paths)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=ref.trust_remote_code)
-    for key in list(vars(config)):
-        if "dropout" in key or key in DROPOUT_KEYS:
-            setattr(config, key, 0.0)
+    for key in filter(is_dropout, list(vars(config))):
+        setattr(config, key, 0.0)
     return folder, config, ref.trust_remote_code
 
 
@@ -146,12 +141,17 @@ def _generation_config(folder: Path) -> GenerationConfig:
         )
 
 
+def is_dropout(key: str) -> bool:
+    """Whether a key of a model's config is a probability of dropout."""
+    return "dropout" in key or key in DROPOUT_KEYS
+
+
 def load_base_of(method: FinetuningType, paths: Paths, dtype: torch.dtype) -> PreTrainedModel:
-    """The base that adapters were trained on, to be used in `dtype`: for qlora the same NF4, on this device."""
+    """The base that adapters were trained on, on the CPU, to be used in `dtype`: for qlora the same NF4."""
     if method != "qlora":
         return load_base(paths, dtype)
     base = load_base(paths, None)
-    quantize(base, dtype, device(), device())
+    quantize(base, dtype, device(), torch.device("cpu"))
     return base
 
 
@@ -162,8 +162,11 @@ def base_dtype() -> torch.dtype:
 
 def inference_dtype(folder: Path) -> torch.dtype:
     """The precision it was trained in on a GPU; float32 on a CPU, where the others are slow."""
-    if not torch.cuda.is_available():
-        return torch.float32
+    return trained_dtype(folder) if torch.cuda.is_available() else torch.float32
+
+
+def trained_dtype(folder: Path) -> torch.dtype:
+    """The precision of the run whose model lies in `folder`."""
     return DTYPES[TrainReport.read(folder / "train_report.json").precision]
 
 
@@ -177,7 +180,14 @@ def read_final(paths: Paths, folder: Path | None = None) -> FinalManifest:
     if not (folder / "manifest.json").is_file():
         raise UserError(f"{folder} holds no trained model yet; run `elastane run` first")
     final = FinalManifest.read(folder / "manifest.json")
-    if final.base.content_hash != BaseModelRef.read(paths.base_ref).content_hash:
+    here = BaseModelRef.read(paths.base_ref)
+    if final.base.content_hash != here.content_hash:
+        if (final.base.source_hash, final.base.name_or_path) == (here.source_hash, here.name_or_path):
+            raise UserError(
+                f"{folder} was tuned from {here.name_or_path} with {final.base.vocabulary} rows in its tables, and "
+                f"data/base now holds it with {here.vocabulary}, since its tokenizer has other tokens; run "
+                "`elastane run` to train on it, or `dvc checkout` to go back"
+            )
         raise UserError(
             f"{folder} was tuned from {final.base.name_or_path}, but data/base now holds another model; "
             "run `elastane run` to train on it, or `dvc checkout` to go back"
@@ -186,7 +196,7 @@ def read_final(paths: Paths, folder: Path | None = None) -> FinalManifest:
 
 
 def load_tuned(paths: Paths, folder: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The tuned model in eval mode on this process's device, and its tokenizer.
+    """The tuned model, ready to answer (see `place`), and its tokenizer.
 
     An adapter comes as a PEFT model, whose `disable_adapter()` gives the base.
 
@@ -194,22 +204,16 @@ def load_tuned(paths: Paths, folder: Path | None = None) -> tuple[PreTrainedMode
         folder: where it lies, `checkpoints/final/` unless said otherwise.
     """
     folder = folder or paths.final
-    final = read_final(paths, folder)
-    dtype = inference_dtype(folder)
-    if final.finetuning_type != "full":
-        from peft import PeftModel
+    return place(read_tuned(paths, folder, inference_dtype(folder))), load_tokenizer(paths)
 
-        model = PeftModel.from_pretrained(load_base_of(final.finetuning_type, paths, dtype), folder)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
+
+def read_tuned(paths: Paths, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The tuned model on the CPU in `dtype`."""
+    final = read_final(paths, folder)
+    if final.finetuning_type == "full":
+        return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=final.base.trust_remote_code
         )
-    return model.to(device()).eval(), load_tokenizer(paths)
+    from peft import PeftModel
 
-
-def save_tokenizer(paths: Paths, folder: Path) -> None:
-    """Copies the base's tokenizer, chat template and generation config beside exported weights."""
-    load_tokenizer(paths).save_pretrained(folder)
-    generation = paths.base / "generation_config.json"
-    if generation.is_file():
-        (folder / generation.name).write_bytes(generation.read_bytes())
+    return PeftModel.from_pretrained(load_base_of(final.finetuning_type, paths, dtype), folder)

@@ -64,6 +64,9 @@ class TokenLossSum(torch.nn.Module):
         self.width = inner.config.hidden_size
         self.dtype = next((dtype for dtype in frozen if dtype.is_floating_point), inner.dtype)
         self.loss_dtype = torch.float64 if precision == "float64" else torch.float32
+        # A trained table beside frozen layers is in float32, and these pass on what they are in.
+        table = next(inner.get_input_embeddings().parameters(), None) if first else None
+        self._wider_table = table is not None and table.dtype != self.dtype
         self._inner, self._parts, self._token_loss = [inner], parts, token_loss
         self._mixed = None if precision in ("float32", "float64") else DTYPES[precision]
 
@@ -89,7 +92,9 @@ class TokenLossSum(torch.nn.Module):
 
     def _states(self, inputs: torch.Tensor) -> torch.Tensor:
         decoder = self._inner[0].get_decoder()
-        if self.first:
+        if self.first and self._wider_table:
+            inputs = decoder.get_input_embeddings()(inputs).to(self.dtype)
+        elif self.first:
             return decoder(input_ids=inputs, use_cache=False).last_hidden_state
         return decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
 

@@ -26,6 +26,11 @@ BUILTIN = {
 }
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 CODE_FILES = ("*.py",)
+# Of these, what goes with a model wherever it is used: its tokenizer, chat template and generation config.
+BESIDE_WEIGHTS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
+    *("chat_template*", "*.jinja", "generation_config.json"),
+)
 # Bumped when the conversion writes other bytes for the same file.
 CONVERSION = "gguf-to-float16-v1"
 LEGACY_CONVERSION = "legacy-to-native-v1"
@@ -136,6 +141,13 @@ def _download(model: ModelParams) -> Path:
         ) from None
     _check_folder(path, model)
     return path
+
+
+def beside_weights(folder: Path) -> dict[str, Path]:
+    """A model's tokenizer, chat template and generation config by name, as far as they are small files."""
+    kinds = {pattern.removeprefix("*") for pattern in SMALL_FILES}
+    found = {file for pattern in BESIDE_WEIGHTS for file in folder.glob(pattern)}
+    return {file.name: file for file in sorted(found) if file.is_file() and file.suffix in kinds}
 
 
 # --- identity -----------------------------------------------------------------------------------

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora.layer import LoraLayer
+from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +18,7 @@ from tasks.contracts import Plan, Precision
 from tasks.errors import UserError
 from tasks.params import TrainParams
 from tasks.stage import say
+from tasks.trainer.adapters import attach_adapters, stay_in_half
 from tasks.trainer.compiling import compile_layers, compiled_token_loss, why_not
 from tasks.trainer.filling import EmptyStage, fill
 from tasks.trainer.integer_parameters import integer_parameters
@@ -83,7 +82,9 @@ def parallelize(
         if mesh is not None and plan.sharding == "fsdp2":
             masters = train.finetuning_type == "full" and precision in ("bfloat16", "float16")
             with integer_parameters():
-                shard(module, inner, data_mesh(mesh, plan), DTYPES[precision] if masters else None, plan.pp > 1)
+                shard(
+                    module, inner, data_mesh(mesh, plan), DTYPES[precision] if masters else None, plan.pp > 1
+                )
         stages.append(EmptyStage(module, part, parts))
     pieces = trained_pieces(stages, numbers, tied, train, plan)
     fill(stages, base.weights, adapters, place)
@@ -123,65 +124,6 @@ def trained_pieces(
 
 def local_device(plan: Plan) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
-
-
-def attach_adapters(base: PreTrainedModel, train: TrainParams, seed: int) -> PeftModel | PreTrainedModel:
-    """LoRA adapters in float32, drawn on the CPU from the seed so that every device starts alike.
-
-    Raises:
-        UserError: a named target module is not in the model.
-    """
-    if train.finetuning_type == "full":
-        return base
-    torch.manual_seed(seed)
-    config = LoraConfig(
-        r=train.lora.rank,
-        lora_alpha=train.lora.alpha,
-        lora_dropout=0.0,
-        target_modules=train.lora.targets,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        with as_if_on_cpu(base):
-            model = get_peft_model(base, config, autocast_adapter_dtype=True)
-    except ValueError as error:
-        raise UserError(
-            f"train.lora.targets={train.lora.targets} does not fit the model ({str(error).split('.')[0]}); "
-            "use all-linear or module names of this model"
-        ) from None
-    return model
-
-
-@contextmanager
-def as_if_on_cpu(model: torch.nn.Module) -> Iterator[None]:
-    """Parameters on the meta device stand on the CPU meanwhile, without taking room there: PEFT leaves what it draws
-    on its layer's device, so on the meta device it would draw for nothing.
-    """
-    slots = [
-        (owner, key, weight)
-        for owner in model.modules()
-        for key, weight in owner._parameters.items()
-        if weight is not None and weight.is_meta
-    ]
-    doubles = {
-        weight: torch.nn.Parameter(
-            torch.empty((), dtype=weight.dtype).expand(weight.shape), requires_grad=weight.requires_grad
-        )
-        for _, _, weight in slots
-    }
-    for owner, key, weight in slots:
-        owner._parameters[key] = doubles[weight]
-    yield
-    for owner, key, weight in slots:
-        owner._parameters[key] = weight.requires_grad_(doubles[weight].requires_grad)
-
-
-def stay_in_half(model: torch.nn.Module, precision: Precision) -> None:
-    """PEFT would widen an adapter's half-precision inputs, and autocast narrow them again: equal, and slow."""
-    if precision in ("bfloat16", "float16"):
-        for module in model.modules():
-            if isinstance(module, LoraLayer):
-                module.cast_input_dtype_enabled = False
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:

@@ -194,7 +194,7 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(base: PreTrainedModel, dtype: torch.dtype, device: torch.device, keep: torch.device) -> None:
-    """In place: every linear layer but the head becomes NF4, other weights `dtype`; adapters stay as they are.
+    """In place: every linear layer but the head becomes NF4, other weights `dtype`; what is trained stays as it is.
 
     Args:
         base: with weights as in the model's file, so that NF4 is made of these and not of what `dtype` rounds them to.
@@ -208,8 +208,10 @@ def quantize(base: PreTrainedModel, dtype: torch.dtype, device: torch.device, ke
     for path in found:
         parent, _, name = path.rpartition(".")
         setattr(base.get_submodule(parent), name, NF4Linear(base.get_submodule(path), device, keep))
+    adapted = any("lora_" in name for name, _ in base.named_parameters())
     for name, weight in base.named_parameters():
-        if weight.is_floating_point() and "lora_" not in name:
+        trained = "lora_" in name or (adapted and weight.requires_grad)
+        if weight.is_floating_point() and not trained:
             weight.data = weight.data.to(dtype)
     if not found:
         raise UserError(

@@ -21,7 +21,6 @@ from tasks.trainer import training_state
 from tasks.trainer.clock import StepClock
 from tasks.trainer.comm_hooks import PowerSgd, communication_hook
 from tasks.trainer.engine import Batch, StepResult
-from tasks.trainer.loading import DTYPES
 from tasks.trainer.loss import learnt_positions
 from tasks.trainer.loss_scale import LossScale
 from tasks.trainer.mesh import first_and_last_stage, group_over
@@ -145,7 +144,8 @@ class TorchEngine:
         module = self.modules[0]
         if isinstance(module, FSDPModule):
             # In this order: the first sets what the second does, too.
-            module.set_requires_gradient_sync(last or self.train.finetuning_type == "full")
+            large = self.train.finetuning_type == "full" or self.train.lora.train_embeddings
+            module.set_requires_gradient_sync(last or large)
             module.set_requires_all_reduce(last)
         elif isinstance(module, DistributedDataParallel) and not last:
             return module.no_sync()
@@ -226,14 +226,10 @@ class TorchEngine:
             self._hook[0].load(folder, ((piece.name, piece.weight) for piece in self.pieces))
 
     def export(self, folder: Path, checkpoint: Path) -> None:
-        """See `Engine.export`: adapter or whole weights as safetensors, full weights in the precision of the run."""
+        """See `Engine.export`."""
         if dist.get_rank() != 0:
             return
-        full = self.train.finetuning_type == "full"
-        weights = training_state.read_weights(checkpoint, DTYPES[self.precision] if full else None)
-        training_state.check_whole(self.outline, weights)
-        self.outline.save_pretrained(folder, state_dict=weights)
-        (folder / "README.md").unlink(missing_ok=True)
+        training_state.export(self.outline, self.train, self.precision, checkpoint, folder)
 
     def parameter_counts(self) -> tuple[int, int]:
         return self._parameters

@@ -11,6 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tasks.contracts import Precision
+from tasks.params import TrainParams
+from tasks.trainer.loading import DTYPES
 from tasks.trainer.pieces import Piece, local
 
 READ_BYTES = 2 * 2**30  # read at once for an export
@@ -102,6 +105,20 @@ def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, torch
             size = 0
     take()
     return weights
+
+
+def export(outline: Any, train: TrainParams, precision: Precision, checkpoint: Path, folder: Path) -> None:
+    """Writes a checkpoint's weights as Hugging Face or PEFT do: adapters in float32, full weights in `precision`.
+
+    Args:
+        outline: the whole model (with its adapters) without its numbers.
+    """
+    full = train.finetuning_type == "full"
+    weights = read_weights(checkpoint, DTYPES[precision] if full else None)
+    check_whole(outline, weights)
+    tables = {} if full else {"save_embedding_layers": train.lora.train_embeddings}
+    outline.save_pretrained(folder, state_dict=weights, **tables)
+    (folder / "README.md").unlink(missing_ok=True)
 
 
 def check_whole(outline: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -78,14 +78,15 @@ def start_weights(root: Path) -> dict[str, torch.Tensor]:
     """What training in a workspace starts from, by the names of the export: the base's weights, or the adapter's."""
     from peft import get_peft_model_state_dict
 
+    from tasks.trainer.adapters import attach_adapters
     from tasks.trainer.loading import load_base
-    from tasks.trainer.parallelize import attach_adapters
 
     params = read_params(root / "params.yaml")
     if params.train.finetuning_type == "full":
         return load_file(root / "model" / "model.safetensors")
     model = attach_adapters(load_base(Paths(root), torch.float32), params.train, params.seed)
-    return {name: value.clone() for name, value in get_peft_model_state_dict(model).items()}
+    state = get_peft_model_state_dict(model, save_embedding_layers=params.train.lora.train_embeddings)
+    return {name: value.clone() for name, value in state.items()}
 
 
 def assert_same(

@@ -111,10 +111,11 @@ def from_files(root: str, case: str, plan: Plan) -> list[nn.Module]:
 
 def from_the_whole(root: str, case: str, plan: Plan) -> Iterator[nn.Module]:
     """The same stages cut from a model that transformers has loaded whole."""
+    from tasks.trainer.adapters import attach_adapters
     from tasks.trainer.loading import DTYPES, load_base, loaded_dtype
     from tasks.trainer.loss import TokenLossSum
     from tasks.trainer.mesh import build_mesh, data_mesh
-    from tasks.trainer.parallelize import attach_adapters, shard
+    from tasks.trainer.parallelize import shard
     from tasks.trainer.pipeline import copies, keep_stage, stages_of
     from tasks.trainer.quantize import quantize
     from tasks.trainer.tensor_parallel import cut_over_ranks

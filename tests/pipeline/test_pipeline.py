@@ -12,8 +12,10 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
-from tasks.contracts import EvalReport, PlanReport, Registration
+from tasks.contracts import EvalReport, PlanReport, Registration, TrainReport
+from tasks.errors import UserError
 from tasks.params import SECTIONS
+from tasks.paths import Paths
 from tests import tiny
 from tests.pipeline.workspace import Workspace, make_workspace
 
@@ -210,6 +212,9 @@ def test_commands_on_the_trained_model(workspace: Workspace) -> None:
     assert [row["prompt"] for row in answers] == ["hello", "and again"]
     base = json.loads(workspace.must("elastane", "generate", "--json", "--base", "hello").stdout)
     assert base[0]["answer"] != answers[0]["answer"]
+    drawn = ["generate", "--json", "hello", "--temperature", "3", "--top-p", "0.99", "--seed", "1"]
+    told = json.loads(workspace.must("elastane", *drawn, "--model", "models:/elastane@candidate").stdout)
+    assert told[0]["answer"] != answers[0]["answer"]
     probe = json.loads(workspace.must("elastane", "probe", "--json").stdout)
     assert probe["cpu_cores"] >= 1
     import subprocess
@@ -232,7 +237,9 @@ def test_an_export_opens_with_plain_libraries(workspace: Workspace, merge: bool)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    workspace.must("elastane", "export", "out", *(["--merge"] if merge else []))
+    workspace.must(
+        "elastane", "export", "out", *(["--merge"] if merge else ["--model", "models:/elastane/1"])
+    )
     out = workspace.root / "out"
     if merge:
         model = AutoModelForCausalLM.from_pretrained(out)
@@ -251,6 +258,30 @@ def test_an_export_opens_with_plain_libraries(workspace: Workspace, merge: bool)
     again = workspace.run("elastane", "export", "out")
     assert again.returncode == 2
     assert "overwrites nothing" in again.stderr
+
+
+def test_a_step_that_is_kept_is_exported(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file
+
+    from tasks.commands.export import export
+    from tasks.params import read_params
+    from tasks.trainer.checkpoint import complete_checkpoints
+    from tasks.trainer.training_state import read_weights
+
+    monkeypatch.chdir(workspace.root)
+    paths = Paths(workspace.root)
+    params = read_params(paths.params)
+    key = TrainReport.read(paths.train_report).run_key
+    (path, first), (_, last) = complete_checkpoints(paths.run(key))[-2:]
+    export(params, paths, workspace.root / "early", merge=False, step=first.step)
+    early = load_file(workspace.root / "early" / "adapter_model.safetensors")
+    saved = {name.replace(".default.", "."): value for name, value in read_weights(path, None).items()}
+    assert early.keys() == saved.keys() and all(torch.equal(early[name], saved[name]) for name in early)
+    final = load_file(paths.final / "adapter_model.safetensors")
+    assert any(not torch.equal(early[name], final[name]) for name in early)
+    with pytest.raises(UserError, match=f"--step {last.step + 1} has no checkpoint: .* keeps those of steps"):
+        export(params, paths, workspace.root / "none", merge=False, step=last.step + 1)
+    assert not (workspace.root / "none").exists()
 
 
 # --- bad input ----------------------------------------------------------------------------------

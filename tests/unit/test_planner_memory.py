@@ -7,13 +7,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tasks.contracts import DataManifest, SplitCounts
 from tasks.planner.activations import layer_bytes, layer_bytes_per_token
 from tasks.planner.memory import memory, trainable_parameters
 from tasks.planner.model_spec import model_spec
-from tasks.planner.workload import ELASTANE, Software, Workload
-from tasks.trainer.parallelize import stay_in_half
+from tasks.planner.workload import ELASTANE, Software, Workload, workload
+from tasks.trainer.adapters import stay_in_half
 from tasks.trainer.tensor_parallel import cut_over_ranks
-from tests.tiny import cpu_plan
+from tests.tiny import cpu_plan, params
 from tests.unit.planner_cases import LLAMA_7B, SMOL, gpus, plans, strategy_params
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -140,6 +141,17 @@ def test_lora_keeps_the_base_in_the_compute_precision_and_16_bytes_an_adapter_pa
         terms = memory(SMOL, plan_of(), work("lora", precision))
         states = terms["weights"] + terms["gradients"] + terms["optimizer"]
         assert states == pytest.approx(size * SMOL.parameters + 16 * adapters, rel=1e-3)
+
+
+def test_trained_tables_take_their_states():
+    """Beside them a frozen copy is counted, as PEFT keeps one (this trainer does not)."""
+    recipe = params(**{"train.lora.train_embeddings": True}).train
+    split = SplitCounts(rows=2, tokens=9, target_tokens=2, longest=8)
+    assert workload(recipe, DataManifest.model_construct(train=split), "bfloat16").train_embeddings
+    plain, tables = (memory(LLAMA_7B, plan_of(), work(train_embeddings=on)) for on in (False, True))
+    count = 2 * LLAMA_7B.embedding_parameters
+    for term, size in (("weights", 4), ("gradients", 4), ("optimizer", 8)):
+        assert tables[term] - plain[term] == pytest.approx(size * count, rel=1e-6), term
 
 
 def test_ddp_adds_a_bucket_as_large_as_the_gradients():

@@ -15,10 +15,10 @@ from tasks.paths import Paths
 from tasks.planner.four_bit import torn_block
 from tasks.planner.model_spec import model_spec
 from tasks.planner.workload import NF4_BYTES, NF4_CUT_BYTES
+from tasks.trainer.adapters import attach_adapters
 from tasks.trainer.base_model import ensure_base
 from tasks.trainer.compiling import why_not
 from tasks.trainer.loading import load_base, load_base_of
-from tasks.trainer.parallelize import attach_adapters
 from tasks.trainer.quantize import NF4Linear, dequantize, nf4, quantize
 from tests import tiny
 

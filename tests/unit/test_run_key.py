@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasks.contracts import BaseModelRef, DataManifest, SplitCounts
-from tasks.run_key import run_key
+from tasks.run_key import recipe, run_key
 from tests import tiny
 
 COUNTS = SplitCounts(rows=1, tokens=1, target_tokens=1, longest=1)
@@ -59,6 +59,10 @@ def test_a_lora_key_changes_it() -> None:
     assert key(**{"train.lora.rank": 2}) != key()
     full = {"train.finetuning_type": "full"}
     assert key(**full, **{"train.lora.rank": 2}) == key(**full), "full tuning has no rank"
+    assert key(**{"train.lora.train_embeddings": True}) != key()
+    assert recipe(tiny.params())["lora"] == {"rank": 16, "alpha": 32.0, "targets": "all-linear"}, (
+        "what was trained before there was a key keeps its own"
+    )
 
 
 @pytest.mark.parametrize(
