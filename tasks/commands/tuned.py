@@ -58,7 +58,7 @@ def step_folder(params: Params, paths: Paths, step: int) -> Iterator[Path]:
     from tasks.trainer.adapters import attach_adapters
     from tasks.trainer.checkpoint import complete_checkpoints
     from tasks.trainer.finish import Learned, describe
-    from tasks.trainer.parallelize import count_parameters, outline_of
+    from tasks.trainer.parallelize import count_parameters
     from tasks.trainer.run_state import StepLog
     from tasks.trainer.training_state import export
 
@@ -75,7 +75,7 @@ def step_folder(params: Params, paths: Paths, step: int) -> Iterator[Path]:
     precision = Resolved.read(run / "resolved.json").precision
     with tempfile.TemporaryDirectory(prefix="elastane-") as folder:
         model = attach_adapters(_without_numbers(base, paths), params.train, params.seed)
-        export(outline_of(model), params.train, precision, kept[step], Path(folder))
+        export(model, params.train, precision, kept[step], Path(folder))
         records = StepLog(run).read()[:step]
         describe(Path(folder), Learned(key, params.train, precision, records, count_parameters(model)), base)
         yield Path(folder)
