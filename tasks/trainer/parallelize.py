@@ -169,9 +169,11 @@ def as_if_on_cpu(model: torch.nn.Module) -> Iterator[None]:
     }
     for owner, key, weight in slots:
         owner._parameters[key] = doubles[weight]
-    yield
-    for owner, key, weight in slots:
-        owner._parameters[key] = weight.requires_grad_(doubles[weight].requires_grad)
+    try:
+        yield
+    finally:
+        for owner, key, weight in slots:
+            owner._parameters[key] = weight.requires_grad_(doubles[weight].requires_grad)
 
 
 def stay_in_half(model: torch.nn.Module, precision: Precision) -> None:
