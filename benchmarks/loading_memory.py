@@ -52,11 +52,14 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes over all ranks above those before loading, at the peak and in the end; seconds of the slowest rank."""
+    """Bytes over all ranks above those before loading, at the peak and in the end; seconds of the slowest rank, and
+    of processors over all ranks.
+    """
 
     peak: int
     held: int
     seconds: float
+    processor: float
 
 
 def workspace(root: Path, stored: torch.dtype, parameters: float = 0.5, files: int = 2) -> int:
@@ -106,7 +109,8 @@ def measure(root: Path, warm_up: Path, plan: Plan, whole: bool) -> Measured:
         finally:
             watch.over.set()
             watch.join()
-    return Measured(watch.peak - watch.before, watch.held - watch.before, watch.seconds)
+    walls, processors = zip(*watch.seconds, strict=True)
+    return Measured(watch.peak - watch.before, watch.held - watch.before, max(walls), sum(processors))
 
 
 def _load(root: str, warm_up: str, plan: Plan, whole: bool, meeting: str) -> None:
@@ -119,9 +123,10 @@ def _load(root: str, warm_up: str, plan: Plan, whole: bool, meeting: str) -> Non
     gc.collect()
     (folder / f"ready-{rank}").write_text(str(os.getpid()))
     _until(folder / "go")
-    begin = time.perf_counter()
+    begin = time.perf_counter(), time.process_time()
     held = _stages(root, plan, whole)
-    (folder / f"loaded-{rank}.part").write_text(str(time.perf_counter() - begin))
+    took = time.perf_counter() - begin[0], time.process_time() - begin[1]
+    (folder / f"loaded-{rank}.part").write_text(json.dumps(took))
     (folder / f"loaded-{rank}.part").rename(folder / f"loaded-{rank}")
     _until(folder / "end")
     assert all(not weight.is_meta for stage in held for weight in stage.parameters())
@@ -150,7 +155,7 @@ class _Watch(threading.Thread):
         super().__init__(daemon=True)
         self.folder, self.ranks, self.over = folder, ranks, threading.Event()
         self.before = self.peak = self.held = 0
-        self.seconds = 0.0
+        self.seconds: list[tuple[float, float]] = []
 
     def run(self) -> None:
         if not self._all("ready"):
@@ -164,7 +169,7 @@ class _Watch(threading.Thread):
         if not self.over.is_set():
             self.held = owned(ranks)
             self.peak = max(self.peak, self.held)
-            self.seconds = max(float(file.read_text()) for file in self.folder.glob("loaded-?"))
+            self.seconds = [json.loads(file.read_text()) for file in self.folder.glob("loaded-?")]
         (self.folder / "end").touch()
 
     def _all(self, what: str) -> bool:
@@ -226,6 +231,7 @@ def _row(plan: str, stored: torch.dtype, whole: bool, got: Measured, size: int) 
         "peak_over_weights": round(got.peak / size, 3),
         "held_over_weights": round(got.held / size, 3),
         "seconds": round(got.seconds, 2),
+        "processor_seconds": round(got.processor, 2),
     }
 
 

@@ -63,9 +63,11 @@ def as_if_on_cpu(model: torch.nn.Module) -> Iterator[None]:
     }
     for owner, key, weight in slots:
         owner._parameters[key] = doubles[weight]
-    yield
-    for owner, key, weight in slots:
-        owner._parameters[key] = weight.requires_grad_(doubles[weight].requires_grad)
+    try:
+        yield
+    finally:
+        for owner, key, weight in slots:
+            owner._parameters[key] = weight.requires_grad_(doubles[weight].requires_grad)
 
 
 def train_tables(base: PreTrainedModel, train: TrainParams) -> None:

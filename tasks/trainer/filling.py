@@ -23,7 +23,7 @@ from tasks.trainer.quantize import NF4Linear
 from tasks.trainer.tensor_parallel import TensorParts
 from tasks.trainer.weights import LoadedWeights, Weights
 
-LARGE = 2**30  # bytes from which loading shows its progress
+LARGE = 2**28  # bytes from which loading shows its progress
 IN_PEFT = "base_model.model."  # before the base's names in a PEFT model
 
 

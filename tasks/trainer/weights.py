@@ -97,7 +97,8 @@ class RandomWeights:
         if len(shape) < 2:
             return torch.full(shape, float(name.endswith("weight")), dtype=torch.bfloat16, device=device)
         draw = torch.Generator(device).manual_seed(self._seed ^ zlib.crc32(name.encode()))
-        return (self._spread * torch.randn(shape, generator=draw, device=device)).bfloat16()
+        whole = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return whole.normal_(0, self._spread, generator=draw)
 
     def forget(self, name: str) -> None:
         pass

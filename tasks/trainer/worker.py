@@ -89,8 +89,9 @@ def _train(
     precision, plan = order.resolved.precision, order.plan
     if rank == 0:
         say(f"training {steps} steps of {params.global_batch} samples in {precision}, plan {plan.name}")
-    base = _open_base(paths, loaded_dtype(params.train.finetuning_type, precision), rank)
-    engine = TorchEngine(base, params.train, plan, precision, steps, params.seed)
+    kept = loaded_dtype(params.train.finetuning_type, precision)
+    # Nothing else holds on to what it was made from.
+    engine = TorchEngine(_open_base(paths, kept, rank), params.train, plan, precision, steps, params.seed)
     job = Job(run, order.run_key, plan, precision, params.train, split, samples, steps, rank)
     tracker = Tracker(params, paths, order.run_key, plan) if rank == 0 else None
     gpu = GpuWatch(plan)
