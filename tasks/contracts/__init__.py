@@ -9,7 +9,14 @@ from tasks.contracts.base import (
     Precision,
     write_text,
 )
-from tasks.contracts.data import BaseModelRef, DataManifest, LengthBin, SplitCounts
+from tasks.contracts.data import (
+    BaseModelRef,
+    DataManifest,
+    Leakage,
+    LengthBin,
+    SourceCounts,
+    SplitCounts,
+)
 from tasks.contracts.hardware import Corrections, Fabric, Gpu, HardwareProfile, Link, Rates
 from tasks.contracts.planning import (
     Candidate,
@@ -48,6 +55,7 @@ __all__ = [
     "FinetuningType",
     "Gpu",
     "HardwareProfile",
+    "Leakage",
     "LengthBin",
     "Link",
     "ModelSpec",
@@ -63,6 +71,7 @@ __all__ = [
     "Sample",
     "Samples",
     "Score",
+    "SourceCounts",
     "SplitCounts",
     "StageStatus",
     "TrainPerformance",
