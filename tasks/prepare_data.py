@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from tasks.contracts import DataManifest, write_text
-from tasks.data.docstrings import docstring_rows, fingerprint
-from tasks.data.formats import RawRow, canonical, detect, read_file, read_hub, rows_hash
+from tasks.data.formats import canonical, detect
 from tasks.data.rows import BadRow, Row
+from tasks.data.shards import first_rows, read_shard, shards_of
+from tasks.data.sources import fingerprint_of, sources_of
 from tasks.errors import UserError
 from tasks.params import Params, PrepareDataParams
 from tasks.paths import Paths
@@ -24,8 +23,6 @@ from tasks.stage import heartbeat, say, stage_main
 
 if TYPE_CHECKING:
     from tasks.data.store import Prepared
-
-BUILTIN = "docstrings"
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Rejections:
     def bad(self, where: str, error: BadRow) -> None:
         if self.stop:
             raise UserError(
-                f"{where}: {error.reason}, and every row must hold a conversation that can be learnt; "
+                f"{where}: {error}, and every row must hold a conversation that can be learnt; "
                 f"{error.fix}, or set prepare_data.on_bad_row: reject to leave such rows out"
             )
         self.set_aside(where, error.reason, error.fix)
@@ -89,64 +86,40 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
     return manifest
 
 
-def source_file(params: PrepareDataParams, paths: Paths) -> Path | None:
-    """The local file that the source names, or None for the built-in set and hub ids."""
-    if params.source == BUILTIN:
-        return None
-    path = paths.root / Path(params.source).expanduser()
-    named_as_path = params.source.startswith((".", "/", "~")) or params.source.count("/") != 1
-    local = named_as_path or path.suffix.lower() in (".json", ".jsonl") or path.exists()
-    return path if local else None
-
-
-def _file_hash(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def source_changed(params: Params, paths: Paths) -> bool:
     """Whether a local source is no longer what data/prepared was made from."""
     if not paths.manifest.is_file():
         return False
-    file = source_file(params.prepare_data, paths)
     manifest = DataManifest.read(paths.manifest)
-    if file is None or not file.is_file() or manifest.source != params.prepare_data.source:
+    if manifest.source != params.prepare_data.source:
         return False
-    return _file_hash(file) != manifest.source_fingerprint
+    try:
+        (place,) = sources_of(params.prepare_data, paths.root, fetch=False)
+    except UserError:
+        return False
+    return bool(place.paths) and fingerprint_of(place) != manifest.source_fingerprint
 
 
 def _read(wanted: PrepareDataParams, paths: Paths, rejections: Rejections) -> Source:
-    if wanted.source == BUILTIN:
-        with heartbeat("reading the standard library's docstrings"):
-            rows = list(islice(docstring_rows(), wanted.max_rows))
-        return Source(rows, "chat", len(rows), fingerprint())
-    raw, identity = _raw_rows(wanted, paths)
-    form, evidence = (
-        detect(raw, wanted.source) if wanted.format == "auto" else (wanted.format, "params.yaml says so")
-    )
-    say(f"prepare_data: {len(raw)} rows of {wanted.source}, read as {form} since {evidence}")
+    (place,) = sources_of(wanted, paths.root)
+    # Hashed before it is read: if it is edited meanwhile, source_changed says so afterwards.
+    identity = fingerprint_of(place)
+    form, evidence = detect(first_rows(place), place.name, place.columns, place.form)
+    shards = chain.from_iterable(read_shard(shard) for shard in shards_of([place], 1 << 26))
+    raw = list(islice(shards, wanted.max_rows))
+    say(f"prepare_data: {len(raw)} rows of {place.name}, read as {form} since {evidence}")
+    if any((paths.root / "data" / "raw").resolve() not in path.resolve().parents for path in place.paths):
+        say(f"prepare_data: {wanted.source} lies outside data/raw/, where alone `dvc repro` sees a change")
     rows = []
     for row in raw:
+        if isinstance(row, tuple):
+            rejections.bad(*row)
+            continue
         try:
-            rows.append(canonical(row, form))
+            rows.append(canonical(row, place.form, place.columns, wanted.on_bad_row == "repair"))
         except BadRow as error:
             rejections.bad(row.where, error)
     return Source(rows, form, len(raw), identity)
-
-
-def _raw_rows(wanted: PrepareDataParams, paths: Paths) -> tuple[list[RawRow], str]:
-    """(at most `max_rows` rows, fingerprint of the source)."""
-    file = source_file(wanted, paths)
-    if file is None:
-        with heartbeat(f"fetching {wanted.source} from the Hugging Face hub"):
-            rows = read_hub(wanted.source, wanted.max_rows)
-        return rows, rows_hash(rows)
-    # Hashed before it is read: if it is edited meanwhile, source_changed says so afterwards.
-    identity = _file_hash(file) if file.is_file() else ""
-    rows = read_file(file, wanted.source)[: wanted.max_rows]
-    if (paths.root / "data" / "raw").resolve() not in file.resolve().parents:
-        say(f"prepare_data: {wanted.source} lies outside data/raw/, where alone `dvc repro` sees a change")
-    return rows, identity
 
 
 def _split(
