@@ -90,11 +90,7 @@ def _opened(address: str, mapped: bool = False) -> Iterator[Any]:
 def _batches(opened: Any, start: int, stop: int | None) -> Iterator[pa.RecordBatch]:
     magic = opened.read(6)
     opened.seek(0)
-    if magic[:4] == b"FEA1":  # Feather before version 2
-        from pyarrow import feather
-
-        yield from feather.read_table(opened).to_batches()[start:stop]
-    elif magic == b"ARROW1":
+    if magic == b"ARROW1":
         file = pa.ipc.open_file(opened)
         for number in range(start, file.num_record_batches if stop is None else stop):
             yield file.get_batch(number)

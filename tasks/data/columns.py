@@ -79,8 +79,10 @@ def check_columns(source: str, form: Form, columns: Mapping[str, str], found: Co
         UserError: with the columns it has and the nearest name.
     """
     has = ", ".join(sorted(found)) or "none"
+    # "system" may be a column or a speaker; it is a speaker where others' names are mapped too.
+    speakers = ROLES if any(role in columns for role in ROLES if role != "system") else ()
     for ours, theirs in columns.items():
-        if ours in (*OF_TURNS, *ROLES) or theirs in found:
+        if ours in (*OF_TURNS, *speakers) or theirs in found:
             continue
         near = difflib.get_close_matches(theirs, found, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else "name one of these"

@@ -41,6 +41,7 @@ STRAYS = {
     b"version https://git-lfs": "is a Git LFS pointer, not the data; run git lfs pull",
     b"<!doctype": "is a web page, not data; fetch the file itself",
     b"<html": "is a web page, not data; fetch the file itself",
+    b"fea1": "is Feather of version 1; write it again as version 2",
     codecs.BOM_UTF16_LE: "is UTF-16; save it as UTF-8",
     codecs.BOM_UTF16_BE: "is UTF-16; save it as UTF-8",
 }

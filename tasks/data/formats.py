@@ -7,10 +7,20 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tasks.data.columns import ALIASES, NEEDED, REFUSED, UNMAPPED, Form, View, check_columns, nearest
+from tasks.data.columns import (
+    ALIASES,
+    NEEDED,
+    OF_TURNS,
+    REFUSED,
+    UNMAPPED,
+    Form,
+    View,
+    check_columns,
+    nearest,
+)
 from tasks.data.pictures import check_marks, images_of
 from tasks.data.repair import mend
-from tasks.data.rows import BadRow, ImageRef, Kind, Row, check, quoted
+from tasks.data.rows import ROLES, BadRow, ImageRef, Kind, Row, check, quoted
 from tasks.data.shards import RawRow
 from tasks.data.tools import calls_text, tools_text
 from tasks.data.turns import EMPTY, Turn, chat_turns, listed
@@ -74,7 +84,7 @@ def detect(
 
 def _unknown(source: str, found: list[str], columns: Mapping[str, str]) -> UserError:
     for ours, theirs in columns.items():
-        if theirs not in found and ours not in ("role", "content", "user", "assistant", "tool"):
+        if theirs not in found and ours not in (*OF_TURNS, *ROLES):
             try:
                 check_columns(source, "text", {ours: theirs}, found)
             except UserError as error:

@@ -6,101 +6,144 @@ one table of them, whose types depend on the rows that come first and in which e
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tasks.data.files import suffix_kind
 from tasks.errors import UserError
+from tasks.paths import cache_folder
+from tasks.stage import say
 
-# owner/name[@revision][:subset[:split]]
-HUB_ID = re.compile(r"(?P<name>[^@:]+)(@(?P<revision>[^:]+))?(:(?P<subset>[^:]*)(:(?P<split>[^:]+))?)?$")
 TRAIN = "train"
 
 Found = list[tuple[str, str]]
 
 
+@dataclass(frozen=True)
+class HubId:
+    """`owner/name`, or with more: `owner/name@revision:subset:split`."""
+
+    said: str
+    name: str
+    revision: str | None
+    subset: str | None
+    split: str
+
+    @classmethod
+    def of(cls, said: str) -> HubId:
+        parts = re.match(
+            r"(?P<name>[^@:]+)(@(?P<revision>[^:]+))?(:(?P<subset>[^:]*)(:(?P<split>[^:]+))?)?$", said
+        )
+        if not parts:
+            raise UserError(
+                f"prepare_data.source={said} is no Hugging Face id; write owner/name@revision:subset:split"
+            )
+        return cls(said, parts["name"], parts["revision"], parts["subset"] or None, parts["split"] or TRAIN)
+
+    def no_split(self, splits: Sequence[str]) -> UserError:
+        revision = f"@{self.revision}" if self.revision else ""
+        return UserError(
+            f"prepare_data.source={self.said}: {self.name} has no split {self.split}, but {', '.join(splits)}; "
+            f"write for example {self.name}{revision}:{self.subset or ''}:{splits[0]}"
+        )
+
+
 def hub_files(said: str) -> Found:
     """[(name to show, local path)] of the split of a data set, fetched into Hugging Face's cache.
 
+    Without network those that were fetched before.
+
     Args:
-        said: `owner/name`, or with a revision, a subset and a split: `owner/name@main:subset:split`.
+        said: see HubId.
 
     Raises:
         UserError: not found, no network, or no such subset or split.
     """
-    parts = HUB_ID.match(said)
-    if not parts:
-        raise UserError(
-            f"prepare_data.source={said} is no Hugging Face id; write owner/name@revision:subset:split"
-        )
-    name, revision, subset = parts["name"], parts["revision"], parts["subset"] or None
-    split = parts["split"] or TRAIN
+    wanted = HubId.of(said)
     from datasets import load_dataset_builder
-    from datasets.exceptions import DatasetNotFoundError
 
     try:
-        builder = load_dataset_builder(name, subset, revision=revision)
-        return _of_split(builder, said, name, split)
+        builder = load_dataset_builder(wanted.name, wanted.subset, revision=wanted.revision)
+        return _of_split(builder, wanted)
     except UserError:
         raise
-    except (DatasetNotFoundError, OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        if "onfig name" in reason and "missing" in str(error):
-            raise UserError(
-                f"prepare_data.source={said} has several subsets; name one: {name}:SUBSET ({_one_line(error)})"
-            ) from None
-        raise UserError(
-            f"prepare_data.source={said} is no file here and could not be fetched as a Hugging Face data set "
-            f"({reason}); check the name and the network, or give a local .json or .jsonl file"
-        ) from None
+    except (OSError, ValueError, RuntimeError) as error:
+        known = _fetched_before(wanted) if isinstance(error, ConnectionError) else []
+        if known:
+            say(f"prepare_data: the hub cannot be reached; {said} is what was fetched before")
+            return known
+        raise _not_fetched(wanted, error) from None
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-def _of_split(builder: Any, said: str, name: str, split: str) -> Found:
-    by_split = builder.config.data_files
-    if by_split:
-        if split not in by_split:
-            raise _no_split(said, name, list(map(str, by_split)))
-        urls = [str(url) for url in by_split[split]]
-        # Our readers know none of a loader's options, such as the field of a JSON object that holds the rows.
-        if all(suffix_kind(url) for url in urls) and not getattr(builder.config, "field", None):
-            return _fetched(name, urls)
-    return _converted(builder, said, name, split)
-
-
-def _no_split(said: str, name: str, splits: Sequence[str]) -> UserError:
-    subset = said.split(":")[1] if ":" in said else ""
+def _not_fetched(wanted: HubId, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+    if reason.startswith("Config name is missing"):
+        return UserError(
+            f"prepare_data.source={wanted.said} has several subsets; name one: {wanted.name}:SUBSET ({reason})"
+        )
     return UserError(
-        f"prepare_data.source={said}: {name} has no split {said.split(':')[2] if said.count(':') > 1 else TRAIN}, but "
-        f"{', '.join(splits)}; write for example {said.partition(':')[0]}:{subset}:{splits[0]}"
+        f"prepare_data.source={wanted.said} is no file here and could not be fetched as a Hugging Face data set "
+        f"({reason}); check the name and the network, or give a local .json or .jsonl file"
     )
 
 
-def _fetched(name: str, urls: Sequence[str]) -> Found:
-    from huggingface_hub import HfFileSystem, hf_hub_download
+def _of_split(builder: Any, wanted: HubId) -> Found:
+    by_split = builder.config.data_files
+    if by_split:
+        if wanted.split not in by_split:
+            raise wanted.no_split(list(map(str, by_split)))
+        urls = [str(url) for url in by_split[wanted.split]]
+        # Our readers know none of a loader's options, such as the field of a JSON object that holds the rows.
+        if all(suffix_kind(url) for url in urls) and not getattr(builder.config, "field", None):
+            return _fetched(wanted, urls)
+    return _converted(builder, wanted)
 
-    found: Found = []
-    for url in urls:
-        if not url.startswith("hf://"):
-            found.append((f"{name}/{Path(url).name}" if "://" not in url else url, url))
-            continue
-        place: Any = HfFileSystem().resolve_path(url)
-        local = hf_hub_download(
-            place.repo_id, place.path_in_repo, repo_type=place.repo_type, revision=place.revision
-        )
-        found.append((f"{name}/{place.path_in_repo}", local))
+
+def _fetched(wanted: HubId, urls: Sequence[str]) -> Found:
+    from huggingface_hub import HfFileSystem
+
+    if not all(url.startswith("hf://") for url in urls):  # a folder that `datasets` takes for a data set
+        return [(f"{wanted.name}/{Path(url).name}", url) for url in urls]
+    places: list[Any] = [HfFileSystem().resolve_path(url) for url in urls]
+    files = [[place.repo_id, place.revision, place.path_in_repo] for place in places]
+    found = [_file(*file) for file in files]
+    record = _record(wanted)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(files))
     return found
 
 
-def _converted(builder: Any, said: str, name: str, split: str) -> Found:
+def _file(repository: str, revision: str, path: str, fetch: bool = True) -> tuple[str, str]:
+    from huggingface_hub import hf_hub_download
+
+    local = hf_hub_download(
+        repository, path, repo_type="dataset", revision=revision, local_files_only=not fetch
+    )
+    return f"{repository}/{path}", local
+
+
+def _record(wanted: HubId) -> Path:
+    """Which files the id meant when it was last fetched."""
+    return cache_folder() / "hub" / f"{hashlib.sha256(wanted.said.encode()).hexdigest()[:32]}.json"
+
+
+def _fetched_before(wanted: HubId) -> Found:
+    try:
+        files = json.loads(_record(wanted).read_text())
+        return [_file(*file, fetch=False) for file in files]
+    except (OSError, ValueError):  # never fetched, or removed from Hugging Face's cache since
+        return []
+
+
+def _converted(builder: Any, wanted: HubId) -> Found:
     """The Arrow files that `datasets` makes of what is no plain file of rows."""
     builder.download_and_prepare()
-    if split not in builder.info.splits:
-        raise _no_split(said, name, list(builder.info.splits))
-    table = builder.as_dataset(split=split)
-    return [(f"{name}/{Path(file['filename']).name}", file["filename"]) for file in table.cache_files]
+    if wanted.split not in builder.info.splits:
+        raise wanted.no_split(list(builder.info.splits))
+    table = builder.as_dataset(split=wanted.split)
+    return [(f"{wanted.name}/{Path(file['filename']).name}", file["filename"]) for file in table.cache_files]

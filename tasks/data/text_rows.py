@@ -74,7 +74,7 @@ def read_csv(stream: BinaryIO, name: str, tabs: bool) -> Iterator[Numbered]:
     """(number of its first line, row or BadRow) below a header line. Quoted cells may hold newlines.
 
     Raises:
-        UserError: the header has an empty or a double name, or a quote is never closed.
+        UserError: the header has the same name twice, or a quote is never closed.
     """
     csv.field_size_limit(LONGEST_CELL)
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
@@ -118,11 +118,11 @@ def _separator(header: str) -> str:
 
 
 def _header(cells: list[str], name: str) -> list[str]:
-    names = [cell.strip() for cell in cells]
+    # pandas writes its index as a column without a name
+    names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, 1)]
     double = next((cell for cell in names if names.count(cell) > 1), None)
     if double is not None:
-        what = f"two columns called {double}" if double else "columns without a name"
-        raise UserError(f"{name} has {what} in its first line; give every column its own name there")
+        raise UserError(f"{name} has two columns called {double} in its first line; give each its own name")
     return names
 
 

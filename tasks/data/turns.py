@@ -142,7 +142,7 @@ def _turn(said: Any, number: int, view: View, images: list[ImageRef]) -> tuple[T
     turn = Turn(role, "" if content is None else content)
     if not isinstance(content, str) and content is not None:
         turn.content = _content(content, role, number, images)
-    if len(said) > 2:
+    if len(said) > 2 or content is None:
         _extras(said, turn, number)
     return turn, False
 
