@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.contracts import DataManifest, SourceCounts
-from tasks.data.adapters import canonical, detect, fingerprint_of, first_rows, sources_of
+from tasks.data.formats import canonical, detect
 from tasks.data.rows import BadRow
+from tasks.data.shards import first_rows
+from tasks.data.sources import fingerprint_of, sources_of
 from tasks.errors import UserError
 from tasks.params import Params, PrepareDataParams
 from tasks.paths import Paths
@@ -21,10 +23,10 @@ from tasks.stage import heartbeat, say, stage_main
 
 if TYPE_CHECKING:
     from tasks.data.accounts import BadRows, Shared
-    from tasks.data.adapters import Source
     from tasks.data.assemble import Assembled
-    from tasks.data.formats import RawRow
     from tasks.data.parts import Known
+    from tasks.data.shards import RawRow
+    from tasks.data.sources import Source
 
 Array = NDArray[Any]
 
@@ -67,11 +69,13 @@ def source_changed(params: Params, paths: Paths) -> bool:
         return False
     manifest = DataManifest.read(paths.manifest)
     try:
-        sources = sources_of(params.prepare_data, paths.root)
+        sources = sources_of(params.prepare_data, paths.root, fetch=False)
+        if manifest.source != _name(params.prepare_data) or not any(source.paths for source in sources):
+            return False
     except UserError:
         return False
-    if manifest.source != _name(params.prepare_data) or not all(source.files for source in sources):
-        return False
+    if not all(source.files for source in sources):
+        return False  # of a hub data set among them nothing is known here
     return _joined([fingerprint_of(source) for source in sources]) != manifest.source_fingerprint
 
 
@@ -94,27 +98,25 @@ def _look(wanted: PrepareDataParams, paths: Paths) -> list[Known]:
         with heartbeat(f"reading {source.name}"):
             # Hashed before it is read: if it is edited meanwhile, source_changed says so afterwards.
             fingerprint = fingerprint_of(source)
-            rows = first_rows(source, min(LOOKED_AT, wanted.max_rows or LOOKED_AT))
-        form, evidence = source.form, "params.yaml says so"
-        if form == "auto":
-            form, evidence = detect([row for row in rows if not isinstance(row, tuple)], source.name)
+            rows = first_rows(source, LOOKED_AT)
+        form, evidence = detect(rows, source.name, source.columns, source.form)
         often = "" if source.weight == 1 else f", an epoch sees it {source.weight:g} times"
         say(f"prepare_data: {source.name} is read as {form} since {evidence}{often}")
         _say_outside(source, paths)
         if wanted.on_bad_row == "stop":
-            _refuse_bad(rows, form, source)
+            _refuse_bad(rows[: wanted.max_rows], source)
         known.append(Known(source, form, fingerprint))
     return known
 
 
-def _refuse_bad(rows: Sequence[RawRow | tuple[str, BadRow]], form: str, source: Source) -> None:
+def _refuse_bad(rows: Sequence[RawRow | tuple[str, BadRow]], source: Source) -> None:
     from tasks.data.shard_work import Bad
 
     for place, row in enumerate(rows):
         try:
             if isinstance(row, tuple):
                 raise row[1]
-            canonical(row, form, source.columns)
+            canonical(row, source.form, source.columns)
         except BadRow as error:
             bad = Bad.of(place, row[0] if isinstance(row, tuple) else row.where, error)
             raise UserError(bad.sentence) from None
@@ -122,7 +124,7 @@ def _refuse_bad(rows: Sequence[RawRow | tuple[str, BadRow]], form: str, source: 
 
 def _say_outside(source: Source, paths: Paths) -> None:
     raw = (paths.root / "data" / "raw").resolve()
-    if any(raw not in file.resolve().parents for file in source.files):
+    if any(raw not in path.resolve().parents for path in source.paths):
         say(f"prepare_data: {source.name} lies outside data/raw/, where alone `dvc repro` sees a change")
 
 

@@ -26,7 +26,7 @@ class Shared:
 
     folder: Path
     number: int  # of its source
-    source: str
+    file: str
     before: int
     rows: int
 
@@ -121,7 +121,7 @@ class LeftOut:
 def _line(bad: Bad, shard: Shared) -> dict[str, Any]:
     place = PLACE.match(bad.where)
     line = {
-        "file": place["file"] if place else shard.source,
+        "file": place["file"] if place else shard.file,
         "row": int(place["row"]) if place else shard.before + bad.position + 1,
         "where": bad.where,
         "reason": bad.reason,

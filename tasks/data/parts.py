@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from tasks.data.accounts import Shared
-from tasks.data.adapters import Shard, Source, shards_of, size_of
 from tasks.data.crew import Crew
 from tasks.data.merge import Merge, Run
 from tasks.data.shard_work import Job, ShardReport, finished, prepare_shard
+from tasks.data.shards import Shard, shards_of
+from tasks.data.sources import Source, size_of
 from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
@@ -82,7 +83,7 @@ class Parts:
         found = []
         for number, job, report in zip(self.numbers, self.jobs, self.reports, strict=True):
             rest = report.rows_in if self.max_rows is None else max(0, self.max_rows - before[number])
-            name = job.shard.source.name
+            name = job.shard.name
             found.append(Shared(job.folder, number, name, before[number], min(report.rows_in, rest)))
             before[number] += report.rows_in
         return found
@@ -138,9 +139,9 @@ def _todo(known: Sequence[Known], layout: Layout, params: Params, paths: Paths) 
     jobs = []
     for number, shard in layout.shards:
         source = known[number]
-        identity = f"{recipe} {source.form} {source.fingerprint} {wanted.max_rows} {shard!r}"
+        identity = f"{recipe} {source.fingerprint} {wanted.max_rows} {shard!r}"
         folder = paths.preparing / hashlib.sha256(identity.encode()).hexdigest()[:32]
-        job = Job(shard, source.form, params, paths, folder, recipe, layout.buckets, wanted.max_rows, stop)
+        job = Job(shard, params, paths, folder, recipe, layout.buckets, wanted.max_rows, stop)
         jobs.append((number, job))
     return jobs
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import IO
 
 from tasks.contracts import Contract, Count
-from tasks.data.adapters import Encoder, Shard, canonical, read_shard
-from tasks.data.formats import RawRow
+from tasks.data.adapters import Encoder
+from tasks.data.formats import canonical
 from tasks.data.rows import BadRow, Row
 from tasks.data.runs import Keyed, RunWriter
+from tasks.data.shards import RawRow, Shard, read_shard
 from tasks.params import Params
 from tasks.paths import Paths
 
@@ -26,12 +27,11 @@ REPORT, BAD_ROWS, MENDED_ROWS = "report.json", "bad.jsonl", "mended.jsonl"
 class Job:
     """A shard to prepare into `folder`, which appears only when it is whole.
 
-    form: the source's, detected. recipe: hash of what says what a row becomes. limit: read no more rows.
+    recipe: hash of what says what a row becomes. limit: read no more rows.
     stop: end at the first bad row.
     """
 
     shard: Shard
-    form: str
     params: Params
     paths: Paths
     folder: Path
@@ -58,7 +58,7 @@ class Bad(Contract):
 
     @classmethod
     def of(cls, position: int, where: str, error: BadRow, piece: bool = False) -> Bad:
-        said = {name: getattr(error, name, "") for name in ("reason", "fix", "found", "allowed")}
+        said = {"reason": error.reason, "fix": error.fix, "found": error.found, "allowed": error.allowed}
         return cls(position=position, where=where, piece=piece, **said)
 
     @property
@@ -180,13 +180,14 @@ class _Work:
         if isinstance(raw, tuple):
             yield _Read(position, False, raw[0], raw[1])
             return
+        source = self.job.shard.source
         try:
-            row = canonical(raw, self.job.form, self.job.shard.source.columns, self.job.repair)
+            row = canonical(raw, source.form, source.columns, self.job.repair)
         except BadRow as error:
             yield _Read(position, False, raw.where, error)
             return
-        if mended := getattr(row, "mended", ()):
-            self.mended_rows.write(json.dumps([position, mended], ensure_ascii=False) + "\n")
+        if row.mended:
+            self.mended_rows.write(json.dumps([position, row.mended], ensure_ascii=False) + "\n")
         for number, piece in enumerate(self.encoder.pieces(row)):
             yield _Read(position, number > 0, raw.where, piece)
 

@@ -218,7 +218,7 @@ def test_too_many_bad_rows_stop_the_run_and_keep_the_old_data(tmp_path: Path, mo
         in said
     )
     assert "data/raw/rows.jsonl: line 61: fill it in or remove the row" in said
-    assert "; 3 instruction is NoneType, not text (" in said and "; 2 str instead of a row (" in said
+    assert "; 3 no instruction (" in said and "; 2 str instead of a row (" in said
     assert "instruction is int" not in said, "the three most frequent reasons alone"
     assert content(tmp_path) == before
     manifest = run(tmp_path, model, rows, max_rejected=0.1)  # 12 of 132: the 60 duplicates are not bad rows
