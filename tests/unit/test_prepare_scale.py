@@ -286,3 +286,18 @@ def test_fewer_rows_than_the_global_batch_are_one_step_and_that_is_said(
     order = SampleOrder(rows, 16, seed=1)
     assert order.steps(1, Split.open(Paths(tmp_path).prepared, "train").lengths(), None) == 1
     assert sorted(order.samples(0).tolist()) == list(range(rows))
+
+
+def test_rows_whose_targets_would_all_be_cut_are_counted_never_trained_on(
+    tmp_path: Path, model: Path
+) -> None:
+    """huggingface/trl#6668: a loss of 0.0 was logged for rows without any target left."""
+    lost = [{"instruction": f"{n:0100}", "output": "12345"} for n in range(8)]
+    cut = {"max_length": 64, "validation_fraction": 0.5}
+    with pytest.raises(UserError, match=r"8 of 8 rows are bad.*8 no answer token within max_length=64"):
+        run(tmp_path, model, lost, **cut)
+    assert not Paths(tmp_path).prepared.exists()
+    manifest = run(tmp_path, model, [*lost, *alpaca(0, 40)], max_rejected=0.2, **cut)
+    assert manifest.rejected == {"no answer token within max_length=64": 8}
+    for name in ("train", "validation"):
+        assert Split.open(Paths(tmp_path).prepared, name).target_counts().min() > 0
