@@ -73,9 +73,11 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
         train, validation = _split(source.rows, wanted, rejections)
     _refuse_empty(train, validation, wanted, rejections)
 
+    from tasks.data.chosen_template import ensure_template
     from tasks.trainer.base_model import ensure_base
 
     ensure_base(params.model, paths)
+    ensure_template(params, paths)
     kept = _encode({"train": train, "validation": validation}, params, paths, rejections)
     _refuse_empty(kept["train"], kept["validation"], wanted, rejections)
     manifest = _write(paths, params, source, kept, rejections)
@@ -197,19 +199,20 @@ def _encode(
     from tqdm import tqdm
 
     from tasks.data.store import Prepared
-    from tasks.data.templates import encode, load_tokenizer
+    from tasks.data.templates import Encoder
 
-    model = params.model
-    tokenizer = load_tokenizer(paths.base, model.name_or_path, model.trust_remote_code)
+    encoder = Encoder.of(params, paths)
     quiet = 0.5 if sys.stderr.isatty() else 5
     kept: dict[str, list[Prepared]] = {}
     for name, rows in splits.items():
         kept[name] = []
         for row in tqdm(rows, desc=f"tokenize {name}", unit="row", mininterval=quiet, file=sys.stderr):
-            try:
-                kept[name].append(Prepared(row, encode(tokenizer, row, params.prepare_data.max_length)))
-            except BadRow as error:
-                rejections.bad(row.where, error)
+            for piece in encoder.pieces(row):
+                encoded = encoder.encode([piece])[0]
+                if isinstance(encoded, BadRow):
+                    rejections.bad(row.where, encoded)
+                else:
+                    kept[name].append(Prepared(piece, encoded))
     return kept
 
 
