@@ -44,9 +44,11 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
     """
     known = _look(params.prepare_data, paths)
 
+    from tasks.data.chosen_template import ensure_template
     from tasks.trainer.base_model import ensure_base
 
     ensure_base(params.model, paths)
+    ensure_template(params, paths)
     manifest = _prepare(known, params, paths)
     left_out = sum(manifest.rejected.values())
     say(

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import IO
 
 from tasks.contracts import Contract, Count
-from tasks.data.adapters import Encoder
 from tasks.data.formats import canonical
 from tasks.data.rows import BadRow, Row
 from tasks.data.runs import Keyed, RunWriter
 from tasks.data.shards import RawRow, Shard, read_shard
+from tasks.data.templates import Encoder
 from tasks.params import Params
 from tasks.paths import Paths
 

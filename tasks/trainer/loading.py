@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -66,9 +67,17 @@ def load_base(paths: Paths, dtype: torch.dtype | None) -> PreTrainedModel:
     for key in list(vars(config)):
         if "dropout" in key or key in DROPOUT_KEYS:
             setattr(config, key, 0.0)
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype or "auto", trust_remote_code=ref.trust_remote_code
     )
+    return _ending_as_learnt(model, paths)
+
+
+def _ending_as_learnt(model: PreTrainedModel, paths: Paths) -> PreTrainedModel:
+    """With the generation config of `data/base/`, which knows the end mark of the chat template."""
+    if (paths.base / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(paths.base)
+    return model
 
 
 def load_base_of(method: FinetuningType, paths: Paths, dtype: torch.dtype) -> PreTrainedModel:
@@ -129,6 +138,7 @@ def load_tuned(paths: Paths, folder: Path | None = None) -> tuple[PreTrainedMode
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=final.base.trust_remote_code
         )
+        model = _ending_as_learnt(model, paths)
     return model.to(device()).eval(), load_tokenizer(paths)
 
 
