@@ -82,11 +82,17 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
     left_out = sum(manifest.rejected.values())
     say(
         f"prepare_data: {manifest.train.rows} rows to train on ({manifest.train.tokens:,} tokens), "
+        f"{_packs(manifest)}"
         f"{manifest.validation.rows} held out ({manifest.validation.tokens:,} tokens), "
         f"{left_out} of {manifest.rows_in} left out"
         + "".join(f"; {count} {reason}" for reason, count in manifest.rejected.items())
     )
     return manifest
+
+
+def _packs(manifest: DataManifest) -> str:
+    packed = manifest.packed
+    return f"packed into {packed.packs}, {packed.fill:.1%} full, " if packed else ""
 
 
 def source_file(params: PrepareDataParams, paths: Paths) -> Path | None:
@@ -220,13 +226,19 @@ def _write(
     kept: dict[str, list[Prepared]],
     rejections: Rejections,
 ) -> DataManifest:
+    from tasks.data.packing import write_packs
+    from tasks.data.prepared import Split
     from tasks.data.store import content_hash, counts, histogram, write_split
 
+    wanted = params.prepare_data
     fresh = paths.prepared.with_name(f".{paths.prepared.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     for name, rows in kept.items():
         write_split(fresh / f"{name}.arrow", rows)
+    packed = None
+    if wanted.packing == "best_fit":
+        packed = write_packs(fresh, Split.open(fresh, "train").lengths(), wanted.max_length)
     both = kept["train"] + kept["validation"]
     manifest = DataManifest(
         source=params.prepare_data.source,
@@ -240,6 +252,7 @@ def _write(
         truncated=sum(item.encoded.truncated for item in both),
         length_histogram=histogram(both),
         rejected=rejections.by_reason(),
+        packed=packed,
     )
     manifest.write(fresh / paths.manifest.name)
     lines = [json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n" for line in rejections.lines]

@@ -9,7 +9,7 @@ from tasks.contracts.base import (
     Precision,
     write_text,
 )
-from tasks.contracts.data import BaseModelRef, DataManifest, LengthBin, SplitCounts
+from tasks.contracts.data import BaseModelRef, DataManifest, LengthBin, PackCounts, SplitCounts
 from tasks.contracts.hardware import Corrections, Fabric, Gpu, HardwareProfile, Link, Rates
 from tasks.contracts.planning import (
     Candidate,
@@ -52,6 +52,7 @@ __all__ = [
     "Link",
     "ModelSpec",
     "MoeSpec",
+    "PackCounts",
     "Plan",
     "PlanReport",
     "Precision",

@@ -42,8 +42,26 @@ class LengthBin(Contract):
     rows: Count
 
 
+class PackCounts(Contract):
+    """Training rows packed into fewer of at most max_length tokens.
+
+    `fill` is the share of packs x max_length that is tokens, `longest` the tokens that a micro-batch of the fullest
+    pack has, `attended` those of the document that an average token is in. `content_hash` is of which rows are
+    together.
+    """
+
+    packs: Count
+    fill: float
+    longest: Count
+    attended: float
+    content_hash: str
+
+
 class DataManifest(Contract):
-    """What prepare_data made. rows_in = train.rows + validation.rows + sum(rejected.values())."""
+    """What prepare_data made. rows_in = train.rows + validation.rows + sum(rejected.values()).
+
+    `train` counts rows as they were encoded; `packed` says what is trained on where they were packed.
+    """
 
     source: str
     source_fingerprint: str
@@ -56,3 +74,9 @@ class DataManifest(Contract):
     truncated: Count
     length_histogram: tuple[LengthBin, ...]
     rejected: dict[str, int]
+    packed: PackCounts | None = None
+
+    @property
+    def samples(self) -> int:
+        """Rows that an epoch trains on: packs, where rows were packed."""
+        return self.packed.packs if self.packed else self.train.rows
