@@ -53,16 +53,22 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
     left_out = sum(manifest.rejected.values())
     say(
         f"prepare_data: {manifest.train.rows} rows to train on ({manifest.train.tokens:,} tokens), "
+        f"{_packs(manifest)}"
         f"{manifest.validation.rows} held out ({manifest.validation.tokens:,} tokens), "
         f"{left_out} of {manifest.rows_in} left out"
         + "".join(f"; {count} {reason}" for reason, count in manifest.rejected.items())
     )
-    if manifest.train.rows < params.global_batch:
+    if manifest.samples < params.global_batch:
         say(
-            f"prepare_data: {manifest.train.rows} rows to train on are fewer than the global batch of "
+            f"prepare_data: {manifest.samples} {'packs' if manifest.packed else 'rows'} to train on are fewer than the global batch of "
             f"{params.global_batch}: an epoch is one step, of all of them"
         )
     return manifest
+
+
+def _packs(manifest: DataManifest) -> str:
+    packed = manifest.packed
+    return f"packed into {packed.packs}, {packed.fill:.1%} full, " if packed else ""
 
 
 def source_changed(params: Params, paths: Paths) -> bool:
@@ -134,7 +140,9 @@ def _prepare(known: Sequence[Known], params: Params, paths: Paths) -> DataManife
     from tasks.data.accounts import BadRows, LeftOut
     from tasks.data.assemble import decide, write_splits
     from tasks.data.crew import Crew, cores
+    from tasks.data.packing import write_packs
     from tasks.data.parts import Layout, prepare_parts
+    from tasks.data.prepared import Split
     from tasks.data.store import content_hash
 
     wanted = params.prepare_data
@@ -155,7 +163,10 @@ def _prepare(known: Sequence[Known], params: Params, paths: Paths) -> DataManife
     lines.write(fresh / paths.rejected.name, shared)
     with heartbeat("hashing what was prepared"):
         identity = content_hash(fresh, {name: split.rows for name, split in found.splits.items()})
-    manifest = _manifest(known, wanted, shared, found, bad, identity)
+    packed = None
+    if wanted.packing == "best_fit":
+        packed = write_packs(fresh, Split.open(fresh, "train").lengths(), wanted.max_length)
+    manifest = _manifest(known, wanted, shared, found, bad, identity).model_copy(update={"packed": packed})
     assert manifest.balanced, f"rows are not accounted for: {manifest.to_json()}"
     manifest.write(fresh / paths.manifest.name)
     shutil.rmtree(paths.prepared, ignore_errors=True)

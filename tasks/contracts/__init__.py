@@ -14,6 +14,7 @@ from tasks.contracts.data import (
     DataManifest,
     Leakage,
     LengthBin,
+    PackCounts,
     SourceCounts,
     SplitCounts,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "Link",
     "ModelSpec",
     "MoeSpec",
+    "PackCounts",
     "Plan",
     "PlanReport",
     "Precision",
