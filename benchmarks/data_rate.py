@@ -57,7 +57,8 @@ def main() -> None:
             "ratio_to_fastest_peer": min(
                 (size["ratio_to_fastest_peer"] or 0 for size in sizes), default=None
             ),
-            "packing_fill": None,
+            # Of the training rows of the largest size, packed best-fit into max_length tokens each.
+            "packing_fill": sizes[-1]["programs"]["elastane"]["packing_fill"],
         },
     )
 

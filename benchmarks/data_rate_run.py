@@ -39,6 +39,8 @@ def elastane(rows: Path, model: Path, work: Path, processes: int, max_length: in
     from transformers import AutoTokenizer  # noqa: F401
 
     from tasks.data import crew
+    from tasks.data.packing import best_fit
+    from tasks.data.prepared import Split
     from tasks.params import parse_params
     from tasks.paths import Paths
     from tasks.prepare_data import prepare_data
@@ -53,8 +55,10 @@ def elastane(rows: Path, model: Path, work: Path, processes: int, max_length: in
     say("begin", version="this repository")
     manifest = prepare_data(params, Paths(work))
     ended()
+    lengths = Split.open(Paths(work).prepared, "train").lengths()
     say(
         "counted",
+        packing_fill=float(lengths.sum()) / (len(best_fit(lengths, max_length)) * max_length),
         rows=manifest.train.rows + manifest.validation.rows,
         tokens=manifest.train.tokens + manifest.validation.tokens,
         target_tokens=manifest.train.target_tokens + manifest.validation.target_tokens,

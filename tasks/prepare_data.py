@@ -59,8 +59,9 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
         + "".join(f"; {count} {reason}" for reason, count in manifest.rejected.items())
     )
     if manifest.samples < params.global_batch:
+        what = "packs" if manifest.packed else "rows"
         say(
-            f"prepare_data: {manifest.samples} {'packs' if manifest.packed else 'rows'} to train on are fewer than the global batch of "
+            f"prepare_data: {manifest.samples} {what} to train on are fewer than the global batch of "
             f"{params.global_batch}: an epoch is one step, of all of them"
         )
     return manifest
