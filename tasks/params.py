@@ -82,14 +82,31 @@ class ModelParams(Section):
     trust_remote_code: bool
 
 
-class PrepareDataParams(Section):
+Format = Literal["auto", "alpaca", "chat", "completion", "text"]
+
+
+class SourceParams(Section):
+    """One of several sources. `weight`: how often an epoch sees its rows; below 1 a share of them, by content hash."""
+
     source: Annotated[str, Field(min_length=1)]
-    format: Literal["auto", "alpaca", "chat"]
+    format: Format = "auto"
+    columns: dict[str, str] = Field(default_factory=dict)
+    weight: Positive = 1.0
+
+
+class PrepareDataParams(Section):
+    source: Annotated[str, Field(min_length=1)] | Annotated[list[SourceParams], Field(min_length=1)]
+    format: Format
+    columns: dict[str, str]
+    template: Annotated[str, Field(min_length=1)]
+    learn: Literal["answers", "last", "all"]
     max_rows: Degree | None
     max_length: Annotated[int, Field(ge=8)]
     validation_fraction: Annotated[float, Field(gt=0, lt=1)]
     near_duplicate_threshold: Annotated[float, Field(gt=0, le=1)]
-    on_bad_row: Literal["stop", "reject"]
+    on_bad_row: Literal["stop", "reject", "repair"]
+    max_rejected: Annotated[float, Field(ge=0, le=1)]
+    packing: Literal["none", "best_fit"]
 
 
 class ProbeHardwareParams(Section):
@@ -125,6 +142,7 @@ class TrainParams(Section):
     lora: LoraParams
     global_batch: Degree | Auto
     num_train_epochs: Positive
+    sample_order: Literal["shuffled", "by_length"]
     token_budget: Degree | Auto | None
     token_budget_on_cpu: Degree
     learning_rate: Positive

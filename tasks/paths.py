@@ -44,8 +44,13 @@ class Paths:
 
     @property
     def prepared(self) -> Path:
-        """Tokenised splits (`train/`, `validation/` as Arrow) with manifest.json and rejected.jsonl."""
+        """Tokenised splits (`train.arrow`, `validation.arrow`) with manifest.json and rejected.jsonl."""
         return self.root / "data" / "prepared"
+
+    @property
+    def preparing(self) -> Path:
+        """Parts of the data that prepare_data has finished, until data/prepared is whole."""
+        return self.prepared.with_name(f".{self.prepared.name}.parts")
 
     @property
     def manifest(self) -> Path:

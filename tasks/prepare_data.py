@@ -1,226 +1,208 @@
-"""Stage prepare_data: the source's rows -> token ids and labels, split in two, every row accounted for."""
+"""Stage prepare_data: the sources' rows -> token ids and labels, split in two, every row accounted for."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
-import sys
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from tasks.contracts import BaseModelRef, DataManifest, write_text
-from tasks.data.docstrings import docstring_rows, fingerprint
-from tasks.data.formats import RawRow, canonical, detect, read_file, read_hub, rows_hash
-from tasks.data.rows import BadRow, Row
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.contracts import BaseModelRef, DataManifest, SourceCounts
+from tasks.data.formats import canonical, detect
+from tasks.data.rows import BadRow
+from tasks.data.shards import first_rows
+from tasks.data.sources import fingerprint_of, sources_of
 from tasks.errors import UserError
 from tasks.params import Params, PrepareDataParams
 from tasks.paths import Paths
 from tasks.stage import heartbeat, say, stage_main
 
 if TYPE_CHECKING:
-    from tasks.data.store import Prepared
+    from tasks.data.accounts import BadRows, Shared
+    from tasks.data.assemble import Assembled
+    from tasks.data.parts import Known
+    from tasks.data.shards import RawRow
+    from tasks.data.sources import Source
 
-BUILTIN = "docstrings"
+Array = NDArray[Any]
 
-
-@dataclass(frozen=True)
-class Source:
-    """What was read: the rows that can be learnt, how many there were, and the fingerprint of them all."""
-
-    rows: list[Row]
-    form: str
-    rows_in: int
-    fingerprint: str
-
-
-@dataclass
-class Rejections:
-    """Rows left out, by reason; `stop` makes the first bad one an error."""
-
-    stop: bool
-    lines: list[dict[str, str]] = field(default_factory=list)
-
-    def bad(self, where: str, error: BadRow) -> None:
-        if self.stop:
-            raise UserError(
-                f"{where}: {error.reason}, and every row must hold a conversation that can be learnt; "
-                f"{error.fix}, or set prepare_data.on_bad_row: reject to leave such rows out"
-            )
-        self.set_aside(where, error.reason, error.fix)
-
-    def set_aside(self, where: str, reason: str, fix: str) -> None:
-        self.lines.append({"where": where, "reason": reason, "fix": fix})
-
-    def by_reason(self) -> dict[str, int]:
-        return dict(sorted(Counter(line["reason"] for line in self.lines).items()))
+LOOKED_AT = 1000  # first rows of a source, before the model is fetched
+IN_PLACE_BYTES = 16 << 20  # of sources, up to which other processes would cost more than they save
 
 
 def prepare_data(params: Params, paths: Paths) -> DataManifest:
     """Brings data/base and data/prepared up to date; the old content stays until the new is whole.
 
-    Raises:
-        UserError: the source, a row (unless rejected) or the model is wrong.
-    """
-    wanted = params.prepare_data
-    rejections = Rejections(wanted.on_bad_row == "stop")
-    source = _read(wanted, paths, rejections)
-    with heartbeat("looking for duplicates"):
-        train, validation = _split(source.rows, wanted, rejections)
-    _refuse_empty(train, validation, wanted, rejections)
+    What is finished when it is stopped is not done again, as long as sources and params stay the same.
 
+    Raises:
+        UserError: the source, a row (unless rejected) or the model is wrong, or too many rows are bad.
+    """
+    known = _look(params.prepare_data, paths)
+
+    from tasks.data.chosen_template import ensure_template
     from tasks.trainer.base_model import ensure_base
 
     base = ensure_base(params.model, paths)
-    kept = _encode({"train": train, "validation": validation}, params, paths, rejections)
-    _refuse_empty(kept["train"], kept["validation"], wanted, rejections)
-    _give_rows(base, kept, params, paths)
-    manifest = _write(paths, params, source, kept, rejections)
+    ensure_template(params, paths)
+    manifest = _prepare(known, params, paths)
+    _give_rows(base, params, paths)
     left_out = sum(manifest.rejected.values())
     say(
         f"prepare_data: {manifest.train.rows} rows to train on ({manifest.train.tokens:,} tokens), "
+        f"{_packs(manifest)}"
         f"{manifest.validation.rows} held out ({manifest.validation.tokens:,} tokens), "
         f"{left_out} of {manifest.rows_in} left out"
         + "".join(f"; {count} {reason}" for reason, count in manifest.rejected.items())
     )
+    if manifest.samples < params.global_batch:
+        what = "packs" if manifest.packed else "rows"
+        say(
+            f"prepare_data: {manifest.samples} {what} to train on are fewer than the global batch of "
+            f"{params.global_batch}: an epoch is one step, of all of them"
+        )
     return manifest
 
 
-def source_file(params: PrepareDataParams, paths: Paths) -> Path | None:
-    """The local file that the source names, or None for the built-in set and hub ids."""
-    if params.source == BUILTIN:
-        return None
-    path = paths.root / Path(params.source).expanduser()
-    named_as_path = params.source.startswith((".", "/", "~")) or params.source.count("/") != 1
-    local = named_as_path or path.suffix.lower() in (".json", ".jsonl") or path.exists()
-    return path if local else None
-
-
-def _file_hash(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def _packs(manifest: DataManifest) -> str:
+    packed = manifest.packed
+    return f"packed into {packed.packs}, {packed.fill:.1%} full, " if packed else ""
 
 
 def source_changed(params: Params, paths: Paths) -> bool:
     """Whether a local source is no longer what data/prepared was made from."""
     if not paths.manifest.is_file():
         return False
-    file = source_file(params.prepare_data, paths)
     manifest = DataManifest.read(paths.manifest)
-    if file is None or not file.is_file() or manifest.source != params.prepare_data.source:
+    try:
+        sources = sources_of(params.prepare_data, paths.root, fetch=False)
+        if manifest.source != _name(params.prepare_data) or not any(source.paths for source in sources):
+            return False
+    except UserError:
         return False
-    return _file_hash(file) != manifest.source_fingerprint
+    if not all(source.files for source in sources):
+        return False  # of a hub data set among them nothing is known here
+    return _joined([fingerprint_of(source) for source in sources]) != manifest.source_fingerprint
 
 
-def _read(wanted: PrepareDataParams, paths: Paths, rejections: Rejections) -> Source:
-    if wanted.source == BUILTIN:
-        with heartbeat("reading the standard library's docstrings"):
-            rows = list(islice(docstring_rows(), wanted.max_rows))
-        return Source(rows, "chat", len(rows), fingerprint())
-    raw, identity = _raw_rows(wanted, paths)
-    form, evidence = (
-        detect(raw, wanted.source) if wanted.format == "auto" else (wanted.format, "params.yaml says so")
-    )
-    say(f"prepare_data: {len(raw)} rows of {wanted.source}, read as {form} since {evidence}")
-    rows = []
-    for row in raw:
+def _name(wanted: PrepareDataParams) -> str:
+    return wanted.source if isinstance(wanted.source, str) else ", ".join(one.source for one in wanted.source)
+
+
+def _joined(fingerprints: Sequence[str]) -> str:
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    return hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()
+
+
+def _look(wanted: PrepareDataParams, paths: Paths) -> list[Known]:
+    """The sources and their formats, from their first rows: what is wrong there is said before a model is fetched."""
+    from tasks.data.parts import Known
+
+    known = []
+    for source in sources_of(wanted, paths.root):
+        with heartbeat(f"reading {source.name}"):
+            # Hashed before it is read: if it is edited meanwhile, source_changed says so afterwards.
+            fingerprint = fingerprint_of(source)
+            rows = first_rows(source, LOOKED_AT)
+        form, evidence = detect(rows, source.name, source.columns, source.form)
+        often = "" if source.weight == 1 else f", an epoch sees it {source.weight:g} times"
+        say(f"prepare_data: {source.name} is read as {form} since {evidence}{often}")
+        _say_outside(source, paths)
+        if wanted.on_bad_row == "stop":
+            _refuse_bad(rows[: wanted.max_rows], source)
+        known.append(Known(source, form, fingerprint))
+    return known
+
+
+def _refuse_bad(rows: Sequence[RawRow | tuple[str, BadRow]], source: Source) -> None:
+    from tasks.data.shard_work import Bad
+
+    for place, row in enumerate(rows):
         try:
-            rows.append(canonical(row, form))
+            if isinstance(row, tuple):
+                raise row[1]
+            canonical(row, source.form, source.columns)
         except BadRow as error:
-            rejections.bad(row.where, error)
-    return Source(rows, form, len(raw), identity)
+            bad = Bad.of(place, row[0] if isinstance(row, tuple) else row.where, error)
+            raise UserError(bad.sentence) from None
 
 
-def _raw_rows(wanted: PrepareDataParams, paths: Paths) -> tuple[list[RawRow], str]:
-    """(at most `max_rows` rows, fingerprint of the source)."""
-    file = source_file(wanted, paths)
-    if file is None:
-        with heartbeat(f"fetching {wanted.source} from the Hugging Face hub"):
-            rows = read_hub(wanted.source, wanted.max_rows)
-        return rows, rows_hash(rows)
-    # Hashed before it is read: if it is edited meanwhile, source_changed says so afterwards.
-    identity = _file_hash(file) if file.is_file() else ""
-    rows = read_file(file, wanted.source)[: wanted.max_rows]
-    if (paths.root / "data" / "raw").resolve() not in file.resolve().parents:
-        say(f"prepare_data: {wanted.source} lies outside data/raw/, where alone `dvc repro` sees a change")
-    return rows, identity
+def _say_outside(source: Source, paths: Paths) -> None:
+    raw = (paths.root / "data" / "raw").resolve()
+    if any(raw not in path.resolve().parents for path in source.paths):
+        say(f"prepare_data: {source.name} lies outside data/raw/, where alone `dvc repro` sees a change")
 
 
-def _split(
-    rows: Iterable[Row], wanted: PrepareDataParams, rejections: Rejections
-) -> tuple[list[Row], list[Row]]:
-    from tasks.data.split import held_out, near_duplicates
+def _prepare(known: Sequence[Known], params: Params, paths: Paths) -> DataManifest:
+    from tasks.data.accounts import BadRows, LeftOut
+    from tasks.data.assemble import decide, write_splits
+    from tasks.data.crew import Crew, cores
+    from tasks.data.packing import write_packs
+    from tasks.data.parts import Layout, prepare_parts
+    from tasks.data.prepared import Split
+    from tasks.data.store import content_hash
 
-    seen: set[str] = set()
-    train: list[Row] = []
-    validation: list[Row] = []
-    for row in rows:
-        if row.id in seen:
-            rejections.set_aside(row.where, "duplicate", "none needed: the same row is kept once")
-            continue
-        seen.add(row.id)
-        (validation if held_out(row, wanted.validation_fraction) else train).append(row)
-    alike = near_duplicates(train, validation, wanted.near_duplicate_threshold)
-    for row in validation:
-        if row.id in alike:
-            rejections.set_aside(
-                row.where,
-                "near-duplicate of a training row",
-                "none needed: it would only flatter the evaluation",
-            )
-    return train, [row for row in validation if row.id not in alike]
+    wanted = params.prepare_data
+    layout = Layout.of([one.source for one in known])
+    with Crew(cores() if layout.bytes > IN_PLACE_BYTES else 0) as crew:
+        parts = prepare_parts(known, layout, params, paths, crew)
+        shared = parts.shared()
+        bad = BadRows.of(shared)
+        bad.refuse_too_many(_name(wanted), sum(shard.rows for shard in shared), wanted.max_rejected)
+        merge = parts.merge([one.source.weight for one in known], layout.buckets)
+        fates = decide(merge, wanted, paths.preparing / "index", crew)
+    _refuse_empty(fates, bad, wanted)
+    fresh = paths.prepared.with_name(f".{paths.prepared.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    lines = LeftOut(paths.preparing / "left-out")
+    found = write_splits(merge, fates, fresh, lines)
+    lines.write(fresh / paths.rejected.name, shared)
+    with heartbeat("hashing what was prepared"):
+        identity = content_hash(fresh, {name: split.rows for name, split in found.splits.items()})
+    packed = None
+    if wanted.packing == "best_fit":
+        packed = write_packs(fresh, Split.open(fresh, "train").lengths(), wanted.max_length)
+    manifest = _manifest(known, wanted, shared, found, bad, identity).model_copy(update={"packed": packed})
+    assert manifest.balanced, f"rows are not accounted for: {manifest.to_json()}"
+    manifest.write(fresh / paths.manifest.name)
+    shutil.rmtree(paths.prepared, ignore_errors=True)
+    fresh.rename(paths.prepared)
+    shutil.rmtree(paths.preparing, ignore_errors=True)
+    return manifest
 
 
-def _refuse_empty(
-    train: list[Row] | list[Prepared],
-    validation: list[Row] | list[Prepared],
-    wanted: PrepareDataParams,
-    rejections: Rejections,
-) -> None:
-    for name, side in (("to train on", train), ("held out", validation)):
-        if not side:
-            reasons = (
-                ", ".join(f"{count} {reason}" for reason, count in rejections.by_reason().items()) or "none"
-            )
+def _refuse_empty(fates: Sequence[Array], bad: BadRows, wanted: PrepareDataParams) -> None:
+    from tasks.data.assemble import SPLITS, WHY
+
+    count = Counter[int]()
+    for fate in fates:
+        count.update(dict(enumerate(np.bincount(fate).tolist())))
+    reasons = bad.reasons + Counter({why[0]: count[kind] for kind, why in WHY.items()})
+    for name, said in (("train", "to train on"), ("validation", "held out")):
+        if not count[SPLITS[name]]:
+            left_out = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items())) or "none"
             raise UserError(
-                f"prepare_data.source={wanted.source} leaves no row {name} (left out: {reasons}); "
+                f"prepare_data.source={_name(wanted)} leaves no row {said} (left out: {left_out}); "
                 "give more rows or change prepare_data.validation_fraction"
             )
 
 
-def _encode(
-    splits: dict[str, list[Row]], params: Params, paths: Paths, rejections: Rejections
-) -> dict[str, list[Prepared]]:
-    from tqdm import tqdm
-
-    from tasks.data.store import Prepared
-    from tasks.data.templates import encode, load_tokenizer
-
-    model = params.model
-    tokenizer = load_tokenizer(paths.base, model.name_or_path, model.trust_remote_code)
-    quiet = 0.5 if sys.stderr.isatty() else 5
-    kept: dict[str, list[Prepared]] = {}
-    for name, rows in splits.items():
-        kept[name] = []
-        for row in tqdm(rows, desc=f"tokenize {name}", unit="row", mininterval=quiet, file=sys.stderr):
-            try:
-                kept[name].append(Prepared(row, encode(tokenizer, row, params.prepare_data.max_length)))
-            except BadRow as error:
-                rejections.bad(row.where, error)
-    return kept
-
-
-def _give_rows(base: BaseModelRef, kept: dict[str, list[Prepared]], params: Params, paths: Paths) -> None:
+def _give_rows(base: BaseModelRef, params: Params, paths: Paths) -> None:
     """Sees to it that the base has a row for every token of the data, and says what a method makes of new ones."""
+    from tasks.data.chosen_template import ensure_template
+    from tasks.data.prepared import Split
     from tasks.trainer.base_model import ensure_base, has_rows
 
-    highest = max(max(item.encoded.input_ids) for rows in kept.values() for item in rows)
+    highest = max(Split.open(paths.prepared, name).highest_id() for name in ("train", "validation"))
     if not has_rows(base, highest):
         base = ensure_base(params.model, paths, highest)
+        ensure_template(params, paths)
     train = params.train
     if base.added_tokens and train.finetuning_type != "full" and not train.lora.train_embeddings:
         say(
@@ -230,40 +212,48 @@ def _give_rows(base: BaseModelRef, kept: dict[str, list[Prepared]], params: Para
         )
 
 
-def _write(
-    paths: Paths,
-    params: Params,
-    source: Source,
-    kept: dict[str, list[Prepared]],
-    rejections: Rejections,
+def _manifest(
+    known: Sequence[Known],
+    wanted: PrepareDataParams,
+    shared: Sequence[Shared],
+    found: Assembled,
+    bad: BadRows,
+    identity: str,
 ) -> DataManifest:
-    from tasks.data.store import content_hash, counts, histogram, write_split
+    from tasks.data.store import histogram
 
-    fresh = paths.prepared.with_name(f".{paths.prepared.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    for name, rows in kept.items():
-        write_split(fresh / f"{name}.arrow", rows)
-    both = kept["train"] + kept["validation"]
-    manifest = DataManifest(
-        source=params.prepare_data.source,
-        source_fingerprint=source.fingerprint,
-        format=source.form,
-        content_hash=content_hash(kept),
-        max_length=params.prepare_data.max_length,
-        rows_in=source.rows_in,
-        train=counts(kept["train"]),
-        validation=counts(kept["validation"]),
-        truncated=sum(item.encoded.truncated for item in both),
-        length_histogram=histogram(both),
-        rejected=rejections.by_reason(),
+    train, validation = found.splits["train"], found.splits["validation"]
+    sources = [
+        SourceCounts(
+            name=one.source.name,
+            format=one.form,
+            weight=one.source.weight,
+            rows_in=sum(shard.rows for shard in shared if shard.number == number),
+            train_rows=tallies["train"].rows,
+            validation_rows=tallies["validation"].rows,
+            tokens=tallies["train"].tokens + tallies["validation"].tokens,
+        )
+        for number, (one, tallies) in enumerate(zip(known, found.sources, strict=True))
+    ]
+    return DataManifest(
+        source=_name(wanted),
+        source_fingerprint=_joined([one.fingerprint for one in known]),
+        format=", ".join(dict.fromkeys(one.form for one in known)),
+        content_hash=identity,
+        max_length=wanted.max_length,
+        rows_in=sum(source.rows_in for source in sources),
+        train=train.counts,
+        validation=validation.counts,
+        truncated=train.truncated + validation.truncated,
+        length_histogram=histogram(train, validation),
+        rejected=dict(sorted((bad.reasons + found.left_out).items())),
+        mended=dict(sorted(Counter(what for shard in shared for what in shard.mended()).items())),
+        pieces=found.pieces + bad.pieces,
+        repeated=found.repeated,
+        unused=found.unused,
+        sources=tuple(sources),
+        leakage=found.leakage(wanted.near_duplicate_threshold),
     )
-    manifest.write(fresh / paths.manifest.name)
-    lines = [json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n" for line in rejections.lines]
-    write_text(fresh / paths.rejected.name, "".join(lines))
-    shutil.rmtree(paths.prepared, ignore_errors=True)
-    fresh.rename(paths.prepared)
-    return manifest
 
 
 def main() -> None:

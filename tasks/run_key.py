@@ -42,4 +42,6 @@ def run_key(params: Params, manifest: DataManifest, base: BaseModelRef) -> str:
         "data": manifest.content_hash,
         "base": base.content_hash,
     }
+    if manifest.packed is not None:
+        content["packs"] = manifest.packed.content_hash
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

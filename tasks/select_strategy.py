@@ -53,9 +53,12 @@ def select_strategy(params: Params, paths: Paths) -> PlanReport:
 
 
 def trainable(params: Params, config: Mapping[str, object]) -> Capabilities:
-    """What this version trains of a model: one that runs its own code is neither cut over ranks nor over stages."""
+    """What this version trains of a model: one that runs its own code is neither cut over ranks nor over stages,
+    and nobody knows what its attention makes of packed rows.
+    """
     own_code = params.model.trust_remote_code and bool(config.get("auto_map"))
-    return replace(TRAINABLE_NOW, split_families=frozenset()) if own_code else TRAINABLE_NOW
+    none: frozenset[str] = frozenset()
+    return replace(TRAINABLE_NOW, split_families=none, isolating_families=none) if own_code else TRAINABLE_NOW
 
 
 def as_problem(
@@ -69,10 +72,16 @@ def as_problem(
     """The recipe of params.yaml on prepared rows as a search; measured rates count where this machine has some.
 
     Raises:
-        UserError: there are no rows.
+        UserError: there are no rows, or they are packed and the model could not keep them apart.
     """
     if not manifest.train.rows:
         raise UserError("the training split has 0 rows, and at least 1 is needed; mend prepare_data.source")
+    if manifest.packed and not capabilities.isolates(spec):
+        raise UserError(
+            f"prepare_data.packing=best_fit needs attention that keeps the documents of a row apart, and that is not "
+            f"known of this {spec.family} model; use prepare_data.packing: none, and train.sample_order: by_length "
+            "against padding"
+        )
     return Problem(
         spec=spec,
         hardware=hardware,
@@ -90,12 +99,11 @@ def as_problem(
 
 def run_steps(train: TrainParams, manifest: DataManifest, batch: int, hardware: HardwareProfile) -> int:
     """Optimizer steps of the run, as `SampleOrder.steps` counts them; a token budget is spent on average rows."""
-    split = manifest.train
-    steps = max(1, round(train.num_train_epochs * math.ceil(split.rows / batch)))
+    steps = max(1, round(train.num_train_epochs * math.ceil(manifest.samples / batch)))
     budget = resolve(train, hardware).token_budget
     if budget is None:
         return steps
-    return max(1, min(steps, int(budget / (batch * split.tokens / split.rows))))
+    return max(1, min(steps, int(budget / (batch * manifest.train.tokens / manifest.samples))))
 
 
 def with_trials(params: Params, config: Path, problem: Problem, found: Found) -> tuple[Problem, Found]:

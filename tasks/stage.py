@@ -80,6 +80,17 @@ def lively(bar: tqdm[Any]) -> Iterator[None]:
         thread.join()
 
 
+@contextmanager
+def progress(what: str, total: int | None, unit: str = "row") -> Iterator[tqdm[Any]]:
+    """A progress bar with rate and time left that shows it lives while a long step of it runs."""
+    from tqdm import tqdm
+
+    quiet = 0.5 if sys.stderr.isatty() else 5
+    bar = tqdm(total=total, desc=what, unit=unit, mininterval=quiet, file=sys.stderr)
+    with bar, lively(bar):
+        yield bar
+
+
 def stage_main(stage: str, run: Callable[[Params, Paths], object]) -> None:
     """Runs one stage of the workspace in the current folder and exits with its code.
 

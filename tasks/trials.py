@@ -41,6 +41,7 @@ def try_plans(
             precision=work.precision,
             sequence=work.sequence,
             mean_row=max(2, round(work.mean_row)),
+            document=None if work.attended is None else max(2, round(work.attended)),
             steps=steps,
         )
         compiled = ", compiled" if candidate.plan.compiled else ""

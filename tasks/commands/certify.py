@@ -25,7 +25,7 @@ from tasks.contracts import (
     Plan,
     Precision,
 )
-from tasks.data.prepared import Split
+from tasks.data.packing import training_rows
 from tasks.errors import UserError
 from tasks.params import read_params
 from tasks.paths import Paths
@@ -158,7 +158,7 @@ def _case(subject: Subject, hardware: HardwareProfile, request: Request) -> Case
 def prove(case: Case, wanted: Sequence[Wanted]) -> list[PlanProof]:
     """A proof a plan, in their order."""
     subject, precision = case.subject, case.precision
-    lengths = Lengths(Split.open(subject.paths.prepared, "train"))
+    lengths = Lengths(training_rows(subject.paths.prepared))
     before = initial_weights(subject.params, subject.paths, precision)
     tolerance, _ = judged_by(subject, precision)
     say(f"certify: {case.steps} steps of {subject.what}")

@@ -22,7 +22,7 @@ import tasks
 from tasks.commands.certify_names import NotRun
 from tasks.contracts import HardwareProfile, Plan, Precision, Resolved
 from tasks.data.order import SampleOrder
-from tasks.data.prepared import Split
+from tasks.data.packing import training_rows
 from tasks.params import Params, read_params
 from tasks.paths import Paths
 from tasks.stage import heartbeat
@@ -93,8 +93,8 @@ def bench(subject: Subject, steps: int) -> Iterator[Paths]:
         if not (root / "tasks").exists():
             (root / "tasks").symlink_to(Path(tasks.__file__).parent)
         raw = subject.params.model_dump(by_alias=True, mode="json")
-        rows = len(Split.open(subject.paths.prepared, "train"))
-        order = SampleOrder(rows, subject.params.global_batch, subject.params.seed)
+        lengths = training_rows(subject.paths.prepared).lengths()
+        order = SampleOrder.of(subject.params, lengths)
         raw["train"]["num_train_epochs"] = steps / order.steps_per_epoch
         raw["train"]["checkpoint_every_seconds"] = SAVE_NEVER_SECONDS
         raw["register"]["tracking_uri"] = f"sqlite:///{root / 'mlflow.db'}"

@@ -7,17 +7,23 @@ several micro-batches a step, a clip that bites, and a last batch of one row, wh
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from ruamel.yaml import YAML
 
 import tasks
 from tasks.commands.certify_runs import Subject
 from tasks.contracts import METHOD_NAMES, DataManifest, FinetuningType
+from tasks.data.accounts import LeftOut
+from tasks.data.assemble import write_splits
+from tasks.data.merge import TRAIN, Merge, Run
 from tasks.data.rows import Row
-from tasks.data.store import Prepared, content_hash, counts, histogram, write_split
+from tasks.data.runs import Keyed, RunWriter
+from tasks.data.store import content_hash, histogram
 from tasks.data.templates import IGNORED, Encoded
 from tasks.errors import UserError
 from tasks.params import Params, parse_params
@@ -152,20 +158,26 @@ def _write_rows(paths: Paths, seed: int) -> None:
         learnt = draw.randint(1, length - 1)
         labels = [IGNORED] * (length - learnt) + ids[length - learnt :]
         row = Row((("user", f"question {number}"), ("assistant", "answer")), str(number), f"row {number}")
-        rows.append(Prepared(row, Encoded(ids, labels, False)))
+        rows.append(Keyed(row, Encoded(ids, labels, False), number, False))
     paths.prepared.mkdir(parents=True)
-    write_split(paths.prepared / "train.arrow", rows)
-    splits = {"train": rows, "validation": []}
+    paths.preparing.mkdir()
+    runs = RunWriter(paths.preparing, 1)
+    runs.add(rows)
+    runs.flush()
+    merge = Merge((Run(paths.preparing / "0.arrow", ROWS, 0, 0, ROWS),), (1.0,), 1)
+    all_train = [np.full(ROWS, TRAIN, dtype=np.uint8)]
+    found = write_splits(merge, all_train, paths.prepared, LeftOut(paths.preparing / "left-out"))
+    shutil.rmtree(paths.preparing)
     DataManifest(
         source="tiny",
         source_fingerprint="tiny",
         format="tokens",
-        content_hash=content_hash(splits),
+        content_hash=content_hash(paths.prepared, {"train": ROWS, "validation": 0}),
         max_length=LONGEST,
         rows_in=ROWS,
-        train=counts(rows),
-        validation=counts([]),
+        train=found.splits["train"].counts,
+        validation=found.splits["validation"].counts,
         truncated=0,
-        length_histogram=histogram(rows),
+        length_histogram=histogram(found.splits["train"]),
         rejected={},
     ).write(paths.manifest)

@@ -9,7 +9,15 @@ from tasks.contracts.base import (
     Precision,
     write_text,
 )
-from tasks.contracts.data import BaseModelRef, DataManifest, LengthBin, SplitCounts
+from tasks.contracts.data import (
+    BaseModelRef,
+    DataManifest,
+    Leakage,
+    LengthBin,
+    PackCounts,
+    SourceCounts,
+    SplitCounts,
+)
 from tasks.contracts.hardware import Corrections, Fabric, Gpu, HardwareProfile, Link, Rates
 from tasks.contracts.planning import (
     Candidate,
@@ -48,10 +56,12 @@ __all__ = [
     "FinetuningType",
     "Gpu",
     "HardwareProfile",
+    "Leakage",
     "LengthBin",
     "Link",
     "ModelSpec",
     "MoeSpec",
+    "PackCounts",
     "Plan",
     "PlanReport",
     "Precision",
@@ -63,6 +73,7 @@ __all__ = [
     "Sample",
     "Samples",
     "Score",
+    "SourceCounts",
     "SplitCounts",
     "StageStatus",
     "TrainPerformance",

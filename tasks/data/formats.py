@@ -1,205 +1,263 @@
-"""Files and hub data sets -> canonical rows."""
+"""Rows as sources write them -> canonical rows."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tasks.data.rows import BadRow, Row, check
+from tasks.data.columns import (
+    ALIASES,
+    NEEDED,
+    OF_TURNS,
+    REFUSED,
+    UNMAPPED,
+    Form,
+    View,
+    check_columns,
+    nearest,
+)
+from tasks.data.pictures import check_marks, images_of
+from tasks.data.repair import mend
+from tasks.data.rows import ROLES, BadRow, ImageRef, Kind, Row, check, quoted
+from tasks.data.shards import RawRow
+from tasks.data.tools import calls_text, tools_text
+from tasks.data.turns import EMPTY, Turn, chat_turns, listed
 from tasks.errors import UserError
+from tasks.params import Format
 
-Format = Literal["alpaca", "chat"]
-SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "tool": "tool",
-}
+__all__ = ["RawRow", "canonical", "detect", "form_of"]
 
 
-# What a row may carry that would silently be left out of its text.
-NOT_LEARNT = ("images", "image", "videos", "audios", "tools", "tool_calls", "functions")
-EMPTY = (None, "", "[]", "{}", [], {})
+def form_of(content: Mapping[str, Any], columns: Mapping[str, str] = UNMAPPED) -> tuple[Form, str] | None:
+    """(format, the column that tells it) of one row, by its columns alone: whether they are filled does not matter."""
+    # What is mapped was meant.
+    forms = sorted(NEEDED, key=lambda form: columns.keys().isdisjoint(NEEDED[form])) if columns else NEEDED
+    for form in forms:
+        names = NEEDED[form][:1] if form == "alpaca" else NEEDED[form]
+        theirs = [_named(content, columns, name) for name in names]
+        if all(theirs):
+            return form, " and ".join(str(name) for name in theirs)
+    return None
 
 
-@dataclass(frozen=True)
-class RawRow:
-    """A row as it stood in its source; `where` names file and row for the user."""
-
-    content: Any
-    where: str
+def _named(content: Mapping[str, Any], columns: Mapping[str, str], name: str) -> str | None:
+    if name in columns:
+        return columns[name] if columns[name] in content else None
+    return next((alias for alias in (name, *ALIASES.get(name, ())) if alias in content), None)
 
 
-def read_file(path: Path, name: str) -> list[RawRow]:
-    """The rows of a .json list or of a .jsonl file (byte-order mark and CRLF tolerated).
+def detect(
+    rows: Sequence[RawRow | tuple[str, BadRow]],
+    source: str,
+    columns: Mapping[str, str] = UNMAPPED,
+    wanted: Format = "auto",
+) -> tuple[Form, str]:
+    """(format, the evidence in words) of a source, from its first rows.
 
-    `name` is how the user wrote the path: rejected.jsonl must not depend on where the workspace lies.
-
-    Raises:
-        UserError: missing, empty, of another kind, or not JSON.
-    """
-    if path.is_dir():
-        raise UserError(f"prepare_data.source={name} is a folder; give one .json or .jsonl file in it")
-    if not path.is_file():
-        raise UserError(
-            f"prepare_data.source={name} does not exist; give the path of a .json or .jsonl file, "
-            "the id of a Hugging Face data set (owner/name), or docstrings"
-        )
-    kind = path.suffix.lower()
-    if kind not in (".json", ".jsonl"):
-        raise UserError(
-            f"prepare_data.source={name} ends in {path.suffix or 'nothing'}; give a .json or .jsonl file"
-        )
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    if not text.strip():
-        raise UserError(f"prepare_data.source={name} is empty; give a file with at least two rows")
-    rows = _read_list(name, text) if kind == ".json" else _read_lines(name, text)
-    if not rows:
-        raise UserError(f"prepare_data.source={name} holds no rows; give a file with at least two rows")
-    return rows
-
-
-def _read_list(name: str, text: str) -> list[RawRow]:
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{name} is not valid JSON at line {error.lineno} ({error.msg}); mend it, or name it .jsonl "
-            "if it holds a row a line"
-        ) from None
-    if not isinstance(content, list):
-        raise UserError(f"{name} holds one {type(content).__name__}, not a list of rows; put the rows in [ ]")
-    return [RawRow(row, f"{name}: row {number}") for number, row in enumerate(content, 1)]
-
-
-def _read_lines(name: str, text: str) -> list[RawRow]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(RawRow(json.loads(line), f"{name}: line {number}"))
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{name}: line {number} is not valid JSON ({error.msg}); mend that line"
-            ) from None
-    return rows
-
-
-def read_hub(name: str, max_rows: int | None) -> list[RawRow]:
-    """The first `max_rows` (None: all) of the split `train` of a Hugging Face data set.
+    Under `auto` each row is read by its own columns, so this only tells what to expect: the order of rows decides
+    nothing. A column that is mapped or needed must be in one of the rows.
 
     Raises:
-        UserError: not found, or no network.
+        UserError: no row has a known format's columns, or one is missing: with the columns found and the nearest.
     """
-    from datasets import load_dataset
-
-    try:
-        table = load_dataset(name, split="train")
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"prepare_data.source={name} is no file here and could not be fetched as a Hugging Face data set "
-            f"({reason}); check the name and the network, or give a local .json or .jsonl file"
-        ) from None
-    wanted = table.select(range(min(max_rows or len(table), len(table))))
-    return [RawRow(row, f"{name}: row {number}") for number, row in enumerate(wanted, 1)]
-
-
-def rows_hash(rows: list[RawRow]) -> str:
-    """Hash of raw rows by content (a hub data set's own fingerprint depends on the machine)."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(
-            json.dumps(row.content, sort_keys=True, default=lambda odd: type(odd).__name__).encode()
-        )
-    return digest.hexdigest()
+    mappings = [
+        (row, row.content) for row in rows if isinstance(row, RawRow) and isinstance(row.content, Mapping)
+    ]
+    found: dict[str, None] = dict.fromkeys(str(key) for _, content in mappings for key in content)
+    if wanted != "auto":
+        check_columns(source, wanted, columns, found)
+        return wanted, "params.yaml says so"
+    seen: dict[Form, str] = {}
+    for row, content in mappings:
+        known = form_of(content, columns)
+        if known and known[0] not in seen:
+            seen[known[0]] = f"{row.where.rsplit(': ', 1)[-1]} has {known[1]}"
+    if not seen:
+        raise _unknown(source, list(found), columns)
+    form, evidence = next(iter(seen.items()))
+    check_columns(source, form, columns, found)
+    others = [f"{said} ({other})" for other, said in seen.items() if other != form]
+    return form, "; but ".join([evidence, *others])
 
 
-def detect(rows: list[RawRow], source: str) -> tuple[Format, str]:
-    """(format, the evidence in words), from the first row that has a known key.
-
-    Raises:
-        UserError: no row has one.
-    """
-    mappings = [row for row in rows if isinstance(row.content, Mapping)]
-    for row in mappings:
-        for key in ("messages", "conversations"):
-            if key in row.content:
-                return "chat", f"{row.where.rsplit(': ', 1)[-1]} has {key}"
-        if "instruction" in row.content:
-            return "alpaca", f"{row.where.rsplit(': ', 1)[-1]} has instruction"
-    keys = sorted(mappings[0].content) if mappings else []
-    raise UserError(
-        f"prepare_data.source={source}: rows with {', '.join(map(str, keys)) or 'no keys'} are of no known format; "
-        "alpaca rows have instruction and output, chat rows have messages or conversations"
+def _unknown(source: str, found: list[str], columns: Mapping[str, str]) -> UserError:
+    for ours, theirs in columns.items():
+        if theirs not in found and ours not in (*OF_TURNS, *ROLES):
+            try:
+                check_columns(source, "text", {ours: theirs}, found)
+            except UserError as error:
+                return error
+    hint = "alpaca rows have instruction and output, chat rows have messages or conversations, "
+    for form, needed in NEEDED.items():
+        near = {name: nearest(name, found) for name in needed}
+        if found and form != "completion" and all(near.values()):
+            mapping = ", ".join(f"{name}: {theirs}" for name, theirs in near.items())
+            hint = f"if they are {form} rows, set prepare_data.columns: {{{mapping}}}; else {hint}"
+            break
+    return UserError(
+        f"prepare_data.source={source}: rows with {', '.join(sorted(found)) or 'no keys'} are of no known format; "
+        f"{hint}completion rows have prompt and completion, plain text has text"
     )
 
 
-def canonical(raw: RawRow, form: Format) -> Row:
-    """One row in canonical form.
+def canonical(raw: RawRow, form: Format, columns: Mapping[str, str] = UNMAPPED, repair: bool = False) -> Row:
+    """One row in canonical form; under `auto` of the format that its own columns tell.
+
+    Args:
+        columns: our names to the source's, as params.yaml maps them.
+        repair: mend what is plain; the row's `mended` says what was.
 
     Raises:
         BadRow: it cannot be learnt from.
     """
     if not isinstance(raw.content, Mapping):
-        raise BadRow(f"{type(raw.content).__name__} instead of a row", "write it as { … }")
-    _refuse_what_is_not_learnt(raw.content)
-    turns = _alpaca(raw.content) if form == "alpaca" else _chat(raw.content)
-    messages = check(list(turns))
-    group = hashlib.sha256(json.dumps(messages, ensure_ascii=False).encode()).hexdigest()
-    return Row(messages, group, raw.where)
+        raise BadRow(
+            f"{type(raw.content).__name__} instead of a row", "write it as { … }", quoted(raw.content)
+        )
+    view = View(raw.content, columns, repair)
+    for key in REFUSED:
+        if key in raw.content and raw.content[key] not in EMPTY:
+            raise BadRow(f"it has {key}, which is not learnt", f"remove {key} or the row")
+    if form == "auto":
+        known = form_of(raw.content, columns)
+        if known is None:
+            has = ", ".join(str(key) for key in raw.content)
+            raise BadRow(
+                "of no known format", "write it like the others or remove it", f"columns {has or 'none'}"
+            )
+        form = known[0]
+    images: list[ImageRef] = []
+    kind, turns = _READERS[form](view, images)
+    return _row(raw, view, kind, turns, images)
 
 
-def _refuse_what_is_not_learnt(row: Mapping[str, Any]) -> None:
-    for key in NOT_LEARNT:
-        if row.get(key) not in EMPTY:
-            raise BadRow(f"it has {key}, and only text is learnt", f"remove {key} or the row")
+def _row(raw: RawRow, view: View, kind: Kind, turns: list[Turn], images: list[ImageRef]) -> Row:
+    counted = bool(images) or view.has("images")
+    if counted:
+        images = _all_images(view, images)
+    if view.repair:
+        turns, done = mend(turns, kind == "chat", len(images))
+        view.mended += done
+    messages = check(
+        [(turn.role, turn.content) for turn in turns],
+        kind,
+        [number for number, turn in enumerate(turns) if turn.calls],
+    )
+    if counted:
+        check_marks((content for _, content in messages), len(images))
+    unlearnt = tuple(
+        number for number, turn in enumerate(turns) if turn.role == "assistant" and not turn.learnt
+    )
+    if len(unlearnt) == sum(turn.role == "assistant" for turn in turns):
+        raise BadRow("no answer that is learnt", "give one of its turns weight 1 or remove the row")
+    tools = view.get("tools")
+    if tools not in EMPTY and kind != "chat":
+        raise BadRow(f"a {kind} row has tools", "write it as messages, or remove tools")
+    return Row(
+        messages,
+        _group(view, messages, images),
+        raw.where,
+        kind,
+        tools_text(tools) if tools not in EMPTY else "",
+        tuple((number, calls_text(turn.calls)) for number, turn in enumerate(turns) if turn.calls),
+        tuple(images),
+        unlearnt,
+        tuple(view.mended),
+    )
 
 
-def _alpaca(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    instruction, given = row.get("instruction"), row.get("input")
-    if not isinstance(instruction, str):
-        raise BadRow(f"instruction is {type(instruction).__name__}, not text", "fill it in or remove the row")
-    if row.get("system"):
-        yield "system", row["system"]
-    history = row.get("history") or []
-    if not isinstance(history, list) or any(
-        not isinstance(pair, list | tuple) or len(pair) != 2 for pair in history
+def _group(view: View, messages: tuple[tuple[str, str], ...], images: list[ImageRef]) -> str:
+    """What the source says rows have in common, if its column is mapped; else the content, so only equals meet."""
+    said = view.get("group") if "group" in view.columns else None
+    if said is not None:
+        return str(said)
+    digest = hashlib.sha256(json.dumps(messages, ensure_ascii=False).encode())
+    for image in images:
+        digest.update(image.place.encode() + hashlib.sha256(image.content or b"").digest())
+    return digest.hexdigest()
+
+
+def _all_images(view: View, among: list[ImageRef]) -> list[ImageRef]:
+    """The row's own pictures, or those that stand among its turns' content."""
+    if "images" not in view.columns and all(
+        view.content.get(key) not in EMPTY for key in ("images", "image")
     ):
-        raise BadRow("history is no list of [question, answer] pairs", "write it as [[question, answer], …]")
-    for question, answer in history:
-        yield "user", question
-        yield "assistant", answer
-    if given is not None and not isinstance(given, str):
-        raise BadRow(f"input is {type(given).__name__}, not text", "write it as text or leave it empty")
-    yield "user", "\n".join(part for part in (instruction, given) if part)
-    yield "assistant", "" if row.get("output") is None else row["output"]
+        raise BadRow("it has both images and image", "keep one of them")
+    own = images_of(view.get("images"))
+    if own and among:
+        raise BadRow(
+            "images stand both in the row and among its turns",
+            "list them once",
+            f"{len(own)} and {len(among)}",
+        )
+    return own or among
 
 
-def _chat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    key = "conversations" if row.get("messages") is None and "conversations" in row else "messages"
-    turns = row.get(key)
-    if not isinstance(turns, list):
-        raise BadRow(f"{key} is {type(turns).__name__}, not a list of turns", "write it as a list of turns")
-    if row.get("system"):
-        yield "system", row["system"]
-    for turn in turns:
-        if not isinstance(turn, Mapping):
-            raise BadRow(f"a turn is {type(turn).__name__}", "write it as {role, content} or {from, value}")
-        speaker = turn.get("role", turn.get("from"))
-        content = turn.get("content", turn.get("value"))
-        _refuse_what_is_not_learnt(turn)
-        if not isinstance(speaker, str) or speaker not in SPEAKERS:
-            raise BadRow(f"unknown role {speaker!r}", f"use one of {', '.join(SPEAKERS)}")
-        yield SPEAKERS[speaker], "" if content is None else content
+def _text_of(view: View, name: str) -> Any:
+    value = view.get(name)
+    if value is None and not view.has(name):
+        raise view.lacks(name)
+    return value
+
+
+def _alpaca(view: View, images: list[ImageRef]) -> tuple[Kind, list[Turn]]:
+    instruction, given = _text_of(view, "instruction"), view.get("input")
+    for name, value in (("instruction", instruction), ("input", given)):
+        if not isinstance(value, str) and (value is not None or name == "instruction"):
+            raise BadRow(
+                f"{name} is {type(value).__name__}, not text",
+                "fill it in or remove the row",
+                quoted(value),
+                "text",
+            )
+    turns = _system(view)
+    history = view.get("history")
+    for pair in listed(history, "history", view) if history not in EMPTY else ():
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise BadRow(
+                "history is no list of [question, answer] pairs",
+                "write it as [[question, answer], …]",
+                quoted(pair),
+            )
+        turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
+    turns.append(Turn("user", "\n".join(part for part in (instruction, given) if part)))
+    output = view.get("output")
+    turns.append(Turn("assistant", "" if output is None else output))
+    return "chat", turns
+
+
+def _system(view: View) -> list[Turn]:
+    system = view.get("system")
+    return [Turn("system", system)] if system not in (None, "") else []
+
+
+def _chat(view: View, images: list[ImageRef]) -> tuple[Kind, list[Turn]]:
+    turns = listed(_text_of(view, "messages"), "messages", view)
+    return "chat", _system(view) + chat_turns(turns, view, images)
+
+
+def _completion(view: View, images: list[ImageRef]) -> tuple[Kind, list[Turn]]:
+    halves = {name: _text_of(view, name) for name in ("prompt", "completion")}
+    if all(isinstance(half, str) and not half.lstrip().startswith("[{") for half in halves.values()):
+        return "completion", [Turn("user", halves["prompt"]), Turn("assistant", halves["completion"])]
+    for name, half in halves.items():
+        if half is None:
+            raise BadRow(
+                "no answer" if name == "completion" else f"no {name}", "fill it in or remove the row"
+            )
+    before = chat_turns(listed(halves["prompt"], "prompt", view), view, images)
+    for turn in before:
+        turn.learnt = False
+    return "chat", _system(view) + before + chat_turns(
+        listed(halves["completion"], "completion", view), view, images
+    )
+
+
+def _text(view: View, images: list[ImageRef]) -> tuple[Kind, list[Turn]]:
+    text = _text_of(view, "text")
+    return "text", [Turn("assistant", "" if text is None else text)]
+
+
+_READERS = {"alpaca": _alpaca, "chat": _chat, "completion": _completion, "text": _text}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from tasks.errors import UserError
+
+IGNORED = -100  # the label of a token that is not learnt
 
 
 @dataclass(frozen=True)
@@ -37,27 +40,30 @@ class Split:
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, shape (rows,)."""
-        column = self.table.column("input_ids").combine_chunks()
-        return np.diff(column.offsets.to_numpy()).astype(np.int64)
+        chunks = self.table.column("input_ids").chunks
+        return _joined([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
 
     def tokens(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(input_ids, labels) of `row`, each of shape (tokens,); a label of -100 is not learnt."""
+        """(input_ids, labels) of `row`, each of shape (tokens,); a label of IGNORED is not learnt."""
         ids = np.asarray(self.table.column("input_ids")[row].values, dtype=np.int64)
         labels = np.asarray(self.table.column("labels")[row].values, dtype=np.int64)
         return ids, labels
+
+    def highest_id(self) -> int:
+        """The largest token id of all rows; -1 if there is none."""
+        chunks = (chunk.flatten().to_numpy() for chunk in self.table.column("input_ids").chunks)
+        return max((int(ids.max()) for ids in chunks if len(ids)), default=-1)
 
     def target_counts(self) -> NDArray[np.int64]:
         """Tokens of each row that the loss is taken on, shape (rows,).
 
         The first token of a row has nothing before it that could predict it, so it never counts.
         """
-        column = self.table.column("labels").combine_chunks()
-        flat = column.values.to_numpy() != -100
-        offsets = column.offsets.to_numpy()
-        flat = flat.copy()
-        flat[offsets[:-1][np.diff(offsets) > 0]] = False
-        sums = np.concatenate([[0], np.cumsum(flat)])
-        return (sums[offsets[1:]] - sums[offsets[:-1]]).astype(np.int64)
+        counts = []
+        for chunk in self.table.column("labels").chunks:
+            lengths = np.diff(chunk.offsets.to_numpy())
+            counts.append(target_counts(chunk.flatten().to_numpy() != IGNORED, lengths))
+        return _joined(counts)
 
     def prompt(self, row: int) -> list[dict[str, str]]:
         """The messages before the last answer, as `apply_chat_template` takes them."""
@@ -66,3 +72,21 @@ class Split:
 
     def reference(self, row: int) -> str:
         return str(self.table.column("reference")[row].as_py())
+
+
+def target_counts(learnt: NDArray[np.bool_], lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Tokens that the loss is taken on, shape (rows,): of each row the learnt ones, its first token aside.
+
+    Args:
+        learnt: of all tokens of all rows; lengths: of the rows, shape (rows,).
+    """
+    ends = np.cumsum(lengths)
+    counted = learnt.copy()
+    counted[(ends - lengths)[lengths > 0]] = False
+    total = np.concatenate([[0], np.cumsum(counted, dtype=np.int64)])
+    counts: NDArray[np.int64] = total[ends] - total[ends - lengths]
+    return counts
+
+
+def _joined(parts: list[NDArray[Any]]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)

@@ -6,13 +6,15 @@ import hashlib
 import itertools
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 ROLES = ("system", "user", "assistant", "tool")
-# JSON can spell half of a character pair, which no encoding can write.
+# JSON can spell half of a character pair, which no encoding can write; a byte that is not UTF-8 is read as one too.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
+ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
 Kind = Literal["chat", "completion", "text"]
 
@@ -32,6 +34,7 @@ class Row:
     kind: a "completion" is one user turn and one assistant turn that no template is put around; a "text" is one
     assistant turn, all of which is learnt. `calls` are the tools that a turn calls, as (turn's number, JSON list);
     `tools` the JSON list of what could be called: text, since a table would give every tool all others' parameters.
+    `unlearnt` are numbers of assistant turns that are only read; `mended` says what on_bad_row: repair changed.
     """
 
     messages: tuple[tuple[str, str], ...]
@@ -41,28 +44,41 @@ class Row:
     tools: str = ""
     calls: tuple[tuple[int, str], ...] = ()
     images: tuple[ImageRef, ...] = ()
+    unlearnt: tuple[int, ...] = ()
+    mended: tuple[str, ...] = field(default=(), compare=False)
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Hash of the content alone: where the row stood does not matter."""
         digest = hashlib.sha256(json.dumps(self.messages, ensure_ascii=False).encode())
-        if self.kind != "chat" or self.tools or self.calls or self.images:
+        if self.kind != "chat" or self.tools or self.calls or self.images or self.unlearnt:
             pictures = [
                 (image.place, hashlib.sha256(image.content or b"").hexdigest()) for image in self.images
             ]
-            more = [self.kind, self.tools, self.calls, pictures]
+            more = [self.kind, self.tools, self.calls, pictures, self.unlearnt]
             digest.update(json.dumps(more, ensure_ascii=False).encode())
         return digest.hexdigest()[:32]
 
     @property
     def chat(self) -> list[dict[str, Any]]:
-        """The turns as `apply_chat_template` takes them, called tools included."""
+        """The turns as `apply_chat_template` takes them: with the tools they call, results with the call they answer.
+
+        The results after a turn stand in the order of its calls.
+        """
         calls = dict(self.calls)
         turns: list[dict[str, Any]] = []
+        open_calls: list[dict[str, Any]] = []
         for number, (role, content) in enumerate(self.messages):
             turn: dict[str, Any] = {"role": role, "content": content}
             if number in calls:
                 turn["tool_calls"] = json.loads(calls[number])
+            if role == "tool" and open_calls:
+                answered = open_calls.pop(0)
+                turn["name"] = answered.get("function", {}).get("name", "")
+                if "id" in answered:
+                    turn["tool_call_id"] = answered["id"]
+            elif role != "tool":
+                open_calls = list(turn.get("tool_calls", ()))
             turns.append(turn)
         return turns
 
@@ -73,47 +89,112 @@ class Row:
 
     @property
     def answer(self) -> str:
-        return self.messages[-1][1]
+        """The text of the last turn, or the calls that stand in its place."""
+        return self.messages[-1][1] or dict(self.calls).get(len(self.messages) - 1, "")
 
 
 class BadRow(Exception):
-    """A row that cannot be learnt from: `reason` is counted, `fix` says the way out."""
+    """A row that cannot be learnt from.
 
-    def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(reason)
-        self.reason, self.fix = reason, fix
+    `reason` is counted, so it names the kind of fault; `found` is what this row has, `allowed` what it may have,
+    `fix` the way out.
+    """
+
+    def __init__(self, reason: str, fix: str, found: str = "", allowed: str = "") -> None:
+        super().__init__(reason, fix, found, allowed)
+        self.reason, self.fix, self.found, self.allowed = reason, fix, found, allowed
+
+    def __str__(self) -> str:
+        said = f"{self.reason}: {self.found}" if self.found else self.reason
+        return f"{said} (allowed: {self.allowed})" if self.allowed else said
+
+    def line(self, where: str) -> dict[str, str]:
+        """The row's entry in rejected.jsonl; `where` is "file: row 3"."""
+        entry = {"where": where, "reason": self.reason, "found": self.found, "allowed": self.allowed}
+        return {key: value for key, value in {**entry, "fix": self.fix}.items() if value}
 
 
-def check(messages: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Checks a conversation: known roles, text everywhere, a question first, an answer last.
+def quoted(value: object, length: int = 60) -> str:
+    """`value` as an error shows it: short, on one line, and writable in any encoding."""
+    shown = ascii(value) if isinstance(value, str) and LONE_SURROGATE.search(value) else repr(value)
+    return shown if len(shown) <= length else f"{shown[: length - 1]}…"
+
+
+def check(
+    messages: Sequence[tuple[str, Any]], kind: Kind = "chat", calling: Collection[int] = ()
+) -> tuple[tuple[str, str], ...]:
+    """Checks a row's turns: known roles, text everywhere; in a chat a question first and an answer last.
+
+    Args:
+        calling: the numbers of the turns that call tools; they need no text.
 
     Raises:
         BadRow: with reason and fix.
     """
-    for role, content in messages:
+    for number, (role, content) in enumerate(messages):
         if role not in ROLES:
-            raise BadRow(f"unknown role {role!r}", f"use one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise BadRow(f"the {role} turn is {type(content).__name__}, not text", "write it as text")
-        if not content.strip():
-            what = "no answer" if role == "assistant" else f"an empty {role} turn"
-            raise BadRow(what, "fill it in or remove the row")
-        if LONE_SURROGATE.search(content):
-            raise BadRow(f"the {role} turn holds half a character (a lone surrogate)", "write it whole")
-    _check_order([role for role, _ in messages])
+            raise BadRow("unknown role", f"use one of {', '.join(ROLES)}", quoted(role), ", ".join(ROLES))
+        _check_content(
+            _part_name(role, kind), content, number in calling, number + 1 if kind == "chat" else 0
+        )
+    if kind == "chat":
+        _check_order([role for role, _ in messages])
     return tuple(messages)
+
+
+def _part_name(role: str, kind: Kind) -> str:
+    if kind == "text":
+        return "text"
+    return f"{role} turn" if kind == "chat" else ("prompt" if role == "user" else "completion")
+
+
+def _check_content(part: str, content: object, may_be_empty: bool, number: int) -> None:
+    at = f"turn {number}" if number else ""
+    if not isinstance(content, str):
+        raise BadRow(
+            f"the {part} is {type(content).__name__}, not text",
+            "write it as text",
+            f"{at} {quoted(content)}".strip(),
+        )
+    if not may_be_empty and not content.strip():
+        answer = part in ("assistant turn", "completion")
+        raise BadRow("no answer" if answer else f"an empty {part}", "fill it in or remove the row", at)
+    if not content.isascii():
+        check_writable(part, content, at)
+
+
+def check_writable(part: str, content: str, at: str = "") -> None:
+    """Refuses text that no encoding can write.
+
+    Raises:
+        BadRow: half a character, or a byte that is not UTF-8.
+    """
+    half = LONE_SURROGATE.search(content)
+    if not half:
+        return
+    around = quoted(content[max(0, half.start() - 10) : half.start() + 10])
+    if ESCAPED_BYTE.search(content):
+        raise BadRow(
+            f"the {part} holds bytes that are not UTF-8", "save the file as UTF-8", f"{at} {around}".strip()
+        )
+    raise BadRow(
+        f"the {part} holds half a character (a lone surrogate)", "write it whole", f"{at} {around}".strip()
+    )
 
 
 def _check_order(roles: list[str]) -> None:
     turns = [role for role in roles if role != "system"]
+    said = ", ".join(roles[:8]) + (", …" if len(roles) > 8 else "")
     if not turns or turns[0] != "user":
-        raise BadRow("no question at its start", "begin with a user turn (after an optional system turn)")
+        raise BadRow(
+            "no question at its start", "begin with a user turn (after an optional system turn)", said
+        )
     if turns[-1] != "assistant":
-        raise BadRow("no answer", "end with an assistant turn")
+        raise BadRow("no answer", "end with an assistant turn", said)
     for one, two in itertools.pairwise(turns):
         if one == two and one != "tool":  # several tools may answer one call
-            raise BadRow(f"two {one} turns in a row", "join them or put the other's turn between")
+            raise BadRow(f"two {one} turns in a row", "join them or put the other's turn between", said)
         if (one, two) in (("user", "tool"), ("tool", "user")):
-            raise BadRow(f"a {two} turn right after a {one} turn", "put the assistant's turn between")
+            raise BadRow(f"a {two} turn right after a {one} turn", "put the assistant's turn between", said)
     if "system" in roles[1:]:
-        raise BadRow("a system turn that is not the first", "move it to the start")
+        raise BadRow("a system turn that is not the first", "move it to the start", said)

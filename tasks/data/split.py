@@ -1,74 +1,36 @@
-"""Which rows are held out, and that none of them is also trained on."""
+"""Which rows are held out, and which share of a source is used: by hashes of what rows say, never by their place."""
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
+from typing import Any
 
-from datasketch import MinHash, MinHashLSH
+import numpy as np
+from numpy.typing import NDArray
 
-from tasks.data.rows import Row
-
-PERMUTATIONS = 64
-# A pair exactly at the threshold is overlooked with at most this probability.
-OVERLOOKED = 1e-4
-SHINGLE_WORDS = 2
-# A letter of a script that is written without spaces counts as a word.
-WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+Array = NDArray[Any]
 
 
-def held_out(row: Row, fraction: float) -> bool:
+def draws(groups: Iterable[str]) -> Array:
+    """A number below 2^64 for each group, shape (groups,)."""
+    digests = b"".join(hashlib.sha256(f"split {group}".encode()).digest()[:8] for group in groups)
+    return np.frombuffer(digests, dtype=">u8").astype(np.uint64)
+
+
+def held_out(drawn: Array, fraction: float) -> Array:
     """By the hash of the row's group alone: adding rows never moves an old one to the other side."""
-    draw = int.from_bytes(hashlib.sha256(f"split {row.group}".encode()).digest()[:8], "big")
-    return draw < fraction * 2**64
+    return below(drawn, fraction)
 
 
-def shingles(row: Row) -> set[str]:
-    """Pairs of neighbouring words over all turns but the system's, case and punctuation aside."""
-    words = WORD.findall(" ".join(content for role, content in row.messages if role != "system").lower())
-    if len(words) < SHINGLE_WORDS:
-        return set(words)
-    return {" ".join(words[start : start + SHINGLE_WORDS]) for start in range(len(words) - SHINGLE_WORDS + 1)}
+def copies(low: Array, weight: float) -> Array:
+    """How often a source of this weight gives each row, by the second half of its id: the mean is `weight`."""
+    whole = math.floor(weight)
+    return whole + below(low, weight - whole).astype(np.int64)
 
 
-def near_duplicates(train: Sequence[Row], validation: Sequence[Row], threshold: float) -> set[str]:
-    """Ids of validation rows whose word pairs are at least `threshold` alike (Jaccard) to a training row's.
-
-    Candidates come from MinHash buckets, the decision from the exact sets.
-    """
-    held = {row.id: shingles(row) for row in validation}
-    if not held:
-        return set()
-    index = MinHashLSH(num_perm=PERMUTATIONS, params=_bands(threshold))
-    for name, found in held.items():
-        index.insert(name, _sketch(found), check_duplication=False)
-    alike: set[str] = set()
-    for row in train:
-        mine = shingles(row)
-        for name in index.query(_sketch(mine)):
-            if name not in alike and _jaccard(mine, held[name]) >= threshold:
-                alike.add(name)
-    return alike
-
-
-def _bands(threshold: float) -> tuple[int, int]:
-    """(bands, hashes a band): the most selective banding that overlooks no more than OVERLOOKED.
-
-    A pair of similarity s shares a band with probability 1 - (1 - s^hashes)^bands.
-    """
-    for hashes in range(PERMUTATIONS // 2, 1, -1):
-        bands = PERMUTATIONS // hashes
-        if (1 - threshold**hashes) ** bands <= OVERLOOKED:
-            return bands, hashes
-    return PERMUTATIONS, 1
-
-
-def _jaccard(one: set[str], other: set[str]) -> float:
-    return len(one & other) / max(1, len(one | other))
-
-
-def _sketch(found: set[str]) -> MinHash:
-    sketch = MinHash(num_perm=PERMUTATIONS, seed=1)
-    sketch.update_batch([shingle.encode() for shingle in found])
-    return sketch
+def below(drawn: Array, share: float) -> Array:
+    """Whether each number below 2^64 is in the first `share` of them, bool."""
+    limit = math.ceil(share * 2**64)
+    return drawn < np.uint64(limit) if limit < 2**64 else np.ones(len(drawn), dtype=bool)

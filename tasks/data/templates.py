@@ -1,26 +1,54 @@
-"""Conversation -> token ids and labels, by the tokenizer's own chat template."""
+"""Rows -> token ids and labels: conversations by a chat template, completions and texts without one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 from jinja2.exceptions import TemplateError
+from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tasks.data.answers import Answers, Rendered
+from tasks.data.pieces import Piece, answer_pieces, text_pieces
+from tasks.data.rendering import Span, Template, begin_ids, finished
 from tasks.data.rows import BadRow, Row
+from tasks.data.tokens import Tokeniser, Tokens
 from tasks.errors import UserError
+from tasks.params import Params
+from tasks.paths import Paths
 
 IGNORED = -100
+OTHERWISE = "the chat template renders a longer conversation differently from its beginning"
+TWO_ROUNDS = Row((("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")), "", "")
+Learn = Literal["answers", "last", "all"]
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """`input_ids` and `labels`, each of shape (tokens,), int32 (or lists); a label of -100 is not learnt."""
+
+    input_ids: NDArray[np.int32] | list[int]
+    labels: NDArray[np.int32] | list[int]
+    truncated: bool
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """`input_ids` and `labels` have equal length; a label of -100 is not learnt."""
+class Draft:
+    """A row before it is cut into tokens: `spans` of `text` are learnt, and `after` with them.
 
-    input_ids: list[int]
-    labels: list[int]
-    truncated: bool
+    `border`: the character before which no token may reach behind it.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    everything: bool = False
+    border: int = 0
 
 
 def load_tokenizer(folder: Path, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -30,7 +58,7 @@ def load_tokenizer(folder: Path, name: str, trust_remote_code: bool) -> PreTrain
         trust_remote_code: run a tokenizer's own code, which lies in `folder` too.
 
     Raises:
-        UserError: there is none, or it cannot serve: no chat template, or no offsets; or it needs its own code.
+        UserError: there is none, or it needs its own code.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -47,79 +75,200 @@ def load_tokenizer(folder: Path, name: str, trust_remote_code: bool) -> PreTrain
             f"model.name_or_path={name} has no tokenizer that can be loaded ({reason.rstrip('.')}); "
             "put tokenizer.json and tokenizer_config.json beside its config.json"
         ) from None
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer of {name} has no chat template, so it is unknown where an answer begins; "
-            "use an instruct model, or put a chat_template.jinja beside its tokenizer"
-        )
-    if not tokenizer.is_fast:
-        raise UserError(f"the tokenizer of {name} gives no character offsets; convert it to tokenizer.json")
     return tokenizer
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int) -> Encoded:
-    """Ids of the whole rendered text (at most `max_length`), labels on the answers and their end marks.
+class Encoder:
+    """Makes a row's ids and labels.
 
-    The template alone writes the begin token, as it does when an answer is generated, so none is added.
-    Where each answer lies is found by rendering the conversation up to it, which must be a beginning of
-    the whole.
+    - A conversation's ids are those of `apply_chat_template`: the template writes the begin token, and one that does
+      not is given it where the tokenizer has one. Learnt are the answers with their end marks ("answers"), the last
+      one ("last"), or every token ("all"). Where a template writes no end mark, the end token is put behind the last
+      answer, and the special token that opens the next turn ends the others.
+    - A completion is begin token, question, answer and end token without a template; the answer begins with a token
+      of its own. A text is begin token, text, end token, all of it learnt.
+    - What is longer than `max_length` tokens is cut at the end: before a character that would be halved, and behind
+      the last token that is learnt.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None, max_length: int, learn: Learn
+    ) -> None:
+        """
+        Args:
+            template: in Jinja; None is the tokenizer's own.
+
+        Raises:
+            UserError: the template cannot write a question with its answer.
+        """
+        self._tokenizer, self._max_length, self._learn = tokenizer, max_length, learn
+        text = template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
+        self._template = Template(tokenizer, finished(tokenizer, text)) if text else None
+        self._answers = Answers(self._template) if self._template else None
+        self._tokeniser = Tokeniser(tokenizer)
+        self._begin = tuple(begin_ids(tokenizer))
+        self._end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+
+    @classmethod
+    def of(cls, params: Params, paths: Paths) -> Encoder:
+        """That of `data/base/`, whose tokenizer holds the template that `ensure_template` chose.
+
+        Raises:
+            UserError: no tokenizer there, or a template that cannot serve.
+        """
+        model, wanted = params.model, params.prepare_data
+        tokenizer = load_tokenizer(paths.base, model.name_or_path, model.trust_remote_code)
+        return cls(tokenizer, None, wanted.max_length, wanted.learn)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the template, in sentences."""
+        if self._template is None or self._answers is None:
+            return []
+        notes = []
+        if not self._template.end_mark:
+            end = self._tokenizer.eos_token
+            notes.append(
+                f"it writes nothing behind an answer; {end} is put behind the last one"
+                if end
+                else "it writes nothing behind an answer and the tokenizer has no end token: nothing tells it to stop"
+            )
+        if self._learn == "answers" and self._answers.unstable(TWO_ROUNDS):
+            notes.append(
+                "it writes earlier answers otherwise than the last: each answer becomes a row of its own"
+            )
+        return notes
+
+    def encode(self, rows: Sequence[Row]) -> list[Encoded | BadRow]:
+        """Ids and labels of each row, or why it cannot be learnt; in the order of the rows.
+
+        Raises:
+            UserError: a conversation, and there is no template.
+        """
+        chats = [row for row in rows if row.kind == "chat" and not row.images]
+        rendered = {id(row): found for row, found in zip(chats, self._render(chats), strict=True)}
+        drafts = [self._draft(row, rendered.get(id(row))) for row in rows]
+        texts = [draft.text for draft in drafts if not isinstance(draft, BadRow)]
+        tokens = iter(self._tokeniser.encode(texts))
+        return [draft if isinstance(draft, BadRow) else self._finish(draft, next(tokens)) for draft in drafts]
+
+    def pieces(self, row: Row) -> Iterator[Row]:
+        """The rows to encode in the place of `row`: most often itself.
+
+        A text longer than `max_length` becomes several, each with a begin token and the last with an end token. A
+        conversation with earlier answers that the template would write otherwise once more is said (models that think
+        forget earlier thoughts) becomes one row an answer, each as it is when that answer is to be given.
+        """
+        if row.kind == "text":
+            room = self._max_length - len(self._begin)
+            yield from text_pieces(row, self._tokeniser, room, len(self._end))
+        elif (
+            self._learn == "answers" and row.kind == "chat" and self._answers and self._answers.unstable(row)
+        ):
+            yield from answer_pieces(row)
+        else:
+            yield row
+
+    # --- drafts ---------------------------------------------------------------------------------
+
+    def _render(self, chats: Sequence[Row]) -> list[Rendered | BadRow]:
+        if not chats:
+            return []
+        if self._answers is None:
+            raise UserError(
+                "the tokenizer has no chat template and its family is not known, so it is unknown where an answer "
+                "begins; set prepare_data.template to a family's name or a .jinja file, or use rows of format "
+                "completion or text"
+            )
+        return self._answers.of(chats)
+
+    def _draft(self, row: Row, rendered: Rendered | BadRow | None) -> Draft | BadRow:
+        if row.images:
+            return BadRow("it has images, and only text is learnt", "remove its images or the row")
+        if isinstance(rendered, BadRow):
+            return rendered
+        if rendered is not None:
+            return self._chat(row, rendered)
+        everything = row.kind == "text" or self._learn == "all"
+        text = "".join(content for _, content in row.messages)
+        begin = len(text) - len(row.answer)
+        after = () if isinstance(row, Piece) and not row.last else self._end
+        return Draft(text, ((begin, len(text)),), self._begin, after, everything, begin)
+
+    def _chat(self, row: Row, rendered: Rendered) -> Draft | BadRow:
+        assert self._template is not None
+        spans = rendered.spans
+        if self._learn == "last" or isinstance(row, Piece):
+            spans = spans[rendered.last :]
+        elif self._learn == "answers" and not rendered.complete:
+            return BadRow(
+                OTHERWISE, "use rows with one answer, prepare_data.learn: last, or another template"
+            )
+        after = () if self._template.end_mark else self._end
+        return Draft(rendered.text, spans, (), after, self._learn == "all")
+
+    # --- tokens ---------------------------------------------------------------------------------
+
+    def _finish(self, draft: Draft, tokens: Tokens) -> Encoded | BadRow:
+        if draft.border:
+            tokens = self._tokeniser.parted(draft.text, draft.border, tokens)
+        before, after = self._around(draft, tokens)
+        ids = np.concatenate([before, tokens.ids, after]) if len(before) or len(after) else tokens.ids
+        if draft.everything:
+            labels = ids.copy()
+        else:
+            labels = np.full(len(ids), IGNORED, np.int32)
+            for begin, end in draft.spans:
+                first, behind = tokens.ending_by(begin), tokens.starting_before(end)
+                labels[len(before) + first : len(before) + behind] = tokens.ids[first:behind]
+            labels[len(ids) - len(after) :] = after
+        cut = self._cut(len(ids), len(before), tokens)
+        if not (labels[1:cut] != IGNORED).any():
+            return BadRow(
+                f"no answer token within max_length={self._max_length}",
+                f"raise prepare_data.max_length (this row has {len(ids)} tokens) or shorten its question",
+            )
+        if cut < len(ids):
+            cut = int(np.flatnonzero(labels[:cut] != IGNORED)[-1]) + 1
+        return Encoded(ids[:cut], labels[:cut], cut < len(ids))
+
+    def _around(self, draft: Draft, tokens: Tokens) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Begin and end tokens, unless the text brings them itself."""
+        before = np.array(draft.before, np.int32)
+        if len(before) and np.array_equal(tokens.ids[: len(before)], before):
+            before = before[:0]
+        after = np.array(draft.after, np.int32)
+        if len(after) and len(tokens.ids) and tokens.ids[-1] == after[0]:
+            after = after[:0]
+        return before, after
+
+    def _cut(self, tokens: int, before: int, found: Tokens) -> int:
+        """How many tokens are kept, half a character never."""
+        if tokens <= self._max_length:
+            return tokens
+        kept = self._max_length - before
+        return self._max_length if kept >= len(found.ids) else before + found.whole(max(kept, 0))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int) -> Encoded:
+    """One row's ids and labels as lists, by the tokenizer's own template, its answers learnt.
 
     Raises:
-        BadRow: the template refuses the conversation, or no learnt token is within `max_length`.
+        BadRow: it cannot be learnt.
     """
-    messages = [{"role": role, "content": content} for role, content in row.messages]
-    whole = _render(tokenizer, messages, False)
-    encoding = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    spans = _answer_spans(tokenizer, messages, whole)
-    labels = [
-        token if any(start < end_ and begin < end for begin, end_ in spans) else IGNORED
-        for token, (start, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
-    ]
-    ids = encoding["input_ids"]
-    if all(label == IGNORED for label in labels[1:max_length]):
-        raise BadRow(
-            f"no answer token within max_length={max_length}",
-            f"raise prepare_data.max_length (this row has {len(ids)} tokens) or shorten its question",
-        )
-    return Encoded(ids[:max_length], labels[:max_length], len(ids) > max_length)
+    found = Encoder(tokenizer, None, max_length, "answers").encode([row])[0]
+    if isinstance(found, BadRow):
+        raise found
+    return Encoded(np.asarray(found.input_ids).tolist(), np.asarray(found.labels).tolist(), found.truncated)
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that the chat template writes behind an answer; None where that is no token of its own."""
     asked, answer = [{"role": "user", "content": "a"}], "Zq7"
     try:
-        whole = _render(tokenizer, [*asked, {"role": "assistant", "content": answer}], False)
-    except BadRow:
+        talk = [*asked, {"role": "assistant", "content": answer}]
+        whole = str(tokenizer.apply_chat_template(talk, tokenize=False))
+    except (TemplateError, ValueError):  # it refuses such a talk, or there is none
         return None
     behind = tokenizer(whole.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
     return int(behind[0]) if behind and behind[0] in tokenizer.added_tokens_decoder else None
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], opened: bool) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened))
-    except TemplateError as error:
-        raise BadRow(
-            f"the chat template refuses it ({error})", "change the roles or their order, or remove the row"
-        ) from None
-
-
-def _answer_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], whole: str
-) -> list[tuple[int, int]]:
-    """Character spans of the assistant's turns in `whole`, from behind the opening to the end mark."""
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        opening = _render(tokenizer, messages[:index], True)
-        turn = _render(tokenizer, messages[: index + 1], False)
-        if not (whole.startswith(opening) and whole.startswith(turn)):
-            raise BadRow(
-                "the chat template renders a longer conversation differently from its beginning",
-                "use rows with one answer, or another template",
-            )
-        # Templates end a turn with whitespace that is no part of the answer.
-        end = len(turn) - len(turn[len(opening) :]) + len(turn[len(opening) :].rstrip())
-        spans.append((len(opening), end))
-    return spans

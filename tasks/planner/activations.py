@@ -5,7 +5,7 @@ from __future__ import annotations
 from tasks.contracts import ModelSpec, Plan, Precision
 from tasks.planner.families import FAMILIES
 from tasks.planner.model_spec import lora_shapes
-from tasks.planner.workload import ELASTANE, SavedBytes, Software, Workload
+from tasks.planner.workload import ELASTANE, SavedBytes, Software, Workload, uses_block_mask
 
 FLOAT32 = 4
 COMPUTE_BYTES: dict[Precision, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -91,6 +91,8 @@ def layer_bytes(spec: ModelSpec, plan: Plan, work: Workload, software: Software)
     compute = COMPUTE_BYTES[work.precision]
     whole = layer_bytes_per_token(spec, work, software, work.sequence)
     whole += _scores(spec, plan, work, software) * spec.heads * work.sequence
+    if plan.device == "cuda" and uses_block_mask(work, plan.device):
+        whole += FLOAT32 * work.sequence  # kernels are given a block mask as numbers, anew in each layer
     if plan.tp > 1:
         stays = _not_divided(spec, plan, work, software, whole)
         whole = stays + (whole - stays) / plan.tp

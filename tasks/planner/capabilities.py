@@ -13,7 +13,8 @@ from tasks.planner.workload import Method, Workload
 class Capabilities:
     """What a trainer can execute.
 
-    `split_families` are those whose layers can be cut over ranks or dealt out over stages.
+    `split_families` are those whose layers can be cut over ranks or dealt out over stages, `isolating_families` those
+    whose attention keeps packed documents apart.
     """
 
     shardings: frozenset[str]
@@ -26,10 +27,16 @@ class Capabilities:
     nodes: bool
     images: bool
     disk: bool = True  # offload to NVMe, where nothing else fits
+    isolating_families: frozenset[str] = frozenset(FAMILIES)
 
     def splits(self, spec: ModelSpec) -> bool:
         """Whether the model's layers can be cut over ranks or dealt out over stages."""
         return spec.family in self.split_families and (self.images or spec.vision is None)
+
+    def isolates(self, spec: ModelSpec) -> bool:
+        """Whether packed documents are kept apart. Falcon's bias of positions in a row would lose digits."""
+        falcon = spec.family == "falcon" and spec.position == "alibi"
+        return spec.family in self.isolating_families and spec.vision is None and not falcon
 
     def can(self, plan: Plan, spec: ModelSpec, work: Workload, gpus_per_node: int) -> bool:
         """Whether a plan of the planner's space can be trained."""
@@ -53,6 +60,8 @@ TRAINABLE_NOW = Capabilities(
     tensor=True,
     pipeline=True,
     split_families=frozenset({"llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "bloom", "llama_alibi"}),
+    # The test asks each. MPT's layers read a mask the other way round, and OPT's decoder makes its own.
+    isolating_families=frozenset(FAMILIES) - {"mpt", "opt", "qwen", "baichuan", "chatglm"},
     offload=False,
     nodes=False,
     images=False,

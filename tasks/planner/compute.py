@@ -10,7 +10,7 @@ from tasks.planner.activations import COMPUTE_BYTES, ROWWISE, fuses_loss
 from tasks.planner.machine import FLOAT32_MATMUL, Machine
 from tasks.planner.model_spec import active_parameters, lora_shapes
 from tasks.planner.stages import stays_gathered
-from tasks.planner.workload import ELASTANE, NF4_BYTES, Software, Workload
+from tasks.planner.workload import ELASTANE, NF4_BYTES, Software, Workload, uses_block_mask
 
 # Efficiency of a micro-batch of t tokens on a CPU is t / (t + 100): LoRA of the built-in model on 2 cores trained 162,
 # 182 and 216 tokens/s in micro-batches of 2, 4 and 8 rows of 73 tokens (measured).
@@ -116,9 +116,15 @@ def _adapter_seconds(
 def attention_seconds(
     spec: ModelSpec, plan: Plan, machine: Machine, rows: float, work: Workload, software: Software
 ) -> float:
-    """Causal scores and values of one layer: 2 s q FLOPs a token (half of 4 s q), and score traffic where kept."""
+    """Causal scores and values of one layer: 2 s q FLOPs a token (half of 4 s q), and score traffic where kept.
+
+    s is the length of a row, or of a document where packed ones are not masked but computed alone.
+    """
     row = rows / plan.micro_batch
     flops = 2.0 * rows * row * spec.heads * spec.head_dim / plan.tp
+    if work.attended is not None:
+        masked = uses_block_mask(work, machine.device)
+        flops *= 2.0 if masked else min(1.0, work.attended / row)
     if machine.device == "cpu":
         return flops / machine.peak
     c = machine.constants
@@ -179,7 +185,8 @@ def model_flops(spec: ModelSpec, work: Workload) -> float:
     """
     active = active_parameters(spec)
     factor = 6.0 if work.method == "full" else 4.0
-    attention = (1 + ATTENTION_BACKWARD) * 2.0 * work.mean_row * spec.heads * spec.head_dim * spec.layers
+    within = work.mean_row if work.attended is None else min(work.attended, work.mean_row)
+    attention = (1 + ATTENTION_BACKWARD) * 2.0 * within * spec.heads * spec.head_dim * spec.layers
     vision = 0.0
     if spec.vision is not None:
         per_patch = 2.0 * spec.vision.tower_parameters * (3 if work.train_tower else 1)

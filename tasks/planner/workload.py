@@ -27,8 +27,9 @@ class Workload:
 
     `sequence` is the longest row in tokens, image tokens included, and decides memory; `mean_row` the average row
     and decides speed. `padded` micro-batches are filled up to their longest row, see `row_width`; packed or even
-    ones are not. `tiles` vision tiles an average row has, `longest_tiles` the fullest row. `communication_hook` is
-    what DDP's gradients are rounded to while they are sent.
+    ones are not. Where rows are packs of documents, attention is within these, and `attended` is the length of the
+    one that an average token is in. `tiles` vision tiles an average row has, `longest_tiles` the fullest row.
+    `communication_hook` is what DDP's gradients are rounded to while they are sent.
     """
 
     method: Method
@@ -38,11 +39,19 @@ class Workload:
     lora_rank: int = 16
     lora_targets: str | Sequence[str] = "all-linear"
     padded: bool = False
+    attended: float | None = None
     tiles: float = 0.0
     longest_tiles: int = 0
     train_tower: bool = False
     train_embeddings: bool = False
     communication_hook: CommunicationHook = "none"
+
+
+def uses_block_mask(work: Workload, device: str) -> bool:
+    """Whether packed documents are kept apart by a mask: every pair of a row's tokens is then computed, and there is no
+    flash attention. In half precision on GPUs attention is told where documents begin (tasks/trainer/isolation.py).
+    """
+    return work.attended is not None and (device == "cpu" or work.precision in ("float32", "float64"))
 
 
 def row_width(work: Workload, plan: Plan) -> float:
@@ -238,13 +247,14 @@ def software_of(plan: Plan, precision: Precision, software: Software) -> Softwar
 
 def workload(train: TrainParams, manifest: DataManifest, precision: Precision) -> Workload:
     """The recipe of params.yaml on the prepared rows."""
-    split = manifest.train
+    split, packed = manifest.train, manifest.packed
     return Workload(
         method=train.finetuning_type,
         precision=precision,
-        padded=True,
-        sequence=split.longest,
-        mean_row=split.tokens / split.rows,
+        padded=train.sample_order != "by_length",
+        sequence=packed.longest if packed else split.longest,
+        mean_row=split.tokens / manifest.samples,
+        attended=packed.attended if packed else None,
         lora_rank=train.lora.rank,
         lora_targets=train.lora.targets if isinstance(train.lora.targets, str) else tuple(train.lora.targets),
         train_embeddings=train.lora.train_embeddings,

@@ -15,11 +15,13 @@ from torch.nn import functional
 class Batch:
     """One padded micro-batch on the CPU: `input_ids` and `labels` of shape (rows, longest row).
 
-    `labels` are -100 where nothing is learnt; they are not shifted.
+    `labels` are -100 where nothing is learnt; they are not shifted. `positions`, of the same shape, restart at 0 where
+    a document begins, and where padding does; None where a row is one document.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
+    positions: torch.Tensor | None = None
 
     def padded(self, rows: int, tokens: int, multiple: int) -> Batch:
         """At least `rows` rows of at least `tokens` tokens, a multiple of `multiple`; what is added teaches nothing."""
@@ -29,14 +31,20 @@ class Batch:
         below = max(rows - have_rows, 0)
         if not right and not below:
             return self
+        positions = self.positions
+        if positions is not None:
+            beside = torch.arange(right).expand(have_rows, right)
+            whole = torch.arange(have_tokens + right).expand(below, have_tokens + right)
+            positions = torch.cat([torch.cat([positions, beside], 1), whole])
         return Batch(
             functional.pad(self.input_ids, (0, right, 0, below), value=0),
             functional.pad(self.labels, (0, right, 0, below), value=-100),
+            positions,
         )
 
     def unlearnt(self) -> Batch:
         """The same tokens, nothing of which is learnt."""
-        return Batch(self.input_ids, torch.full_like(self.labels, -100))
+        return Batch(self.input_ids, torch.full_like(self.labels, -100), self.positions)
 
 
 @dataclass(frozen=True)

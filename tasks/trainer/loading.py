@@ -66,9 +66,17 @@ def load_base(paths: Paths, dtype: torch.dtype | None) -> PreTrainedModel:
     than another.
     """
     folder, config, trusted = _described(paths)
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype or "auto", trust_remote_code=trusted
     )
+    return _ending_as_learnt(model, paths)
+
+
+def _ending_as_learnt(model: PreTrainedModel, paths: Paths) -> PreTrainedModel:
+    """With the generation config of `data/base/`, which knows the end mark of the chat template."""
+    if (paths.base / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(paths.base)
+    return model
 
 
 def open_base(paths: Paths, dtype: torch.dtype | None) -> MetaModel:
@@ -88,7 +96,7 @@ def open_base(paths: Paths, dtype: torch.dtype | None) -> MetaModel:
         weights = FileWeights(folder, model)
         if not weights.unlike:
             model.generation_config = _generation_config(folder)
-            return MetaModel(model, weights)
+            return MetaModel(_ending_as_learnt(model, paths), weights)
         reason = "{} and {} are one by its config.json and differ in its files".format(*weights.unlike[0])
     if os.environ.get("RANK", "0") == "0":
         say(f"every rank loads the whole model into host memory first: {reason}")
@@ -211,9 +219,10 @@ def read_tuned(paths: Paths, folder: Path, dtype: torch.dtype) -> PreTrainedMode
     """The tuned model on the CPU in `dtype`."""
     final = read_final(paths, folder)
     if final.finetuning_type == "full":
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=final.base.trust_remote_code
         )
+        return _ending_as_learnt(model, paths)
     from peft import PeftModel
 
     return PeftModel.from_pretrained(load_base_of(final.finetuning_type, paths, dtype), folder)

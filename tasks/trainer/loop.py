@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from tasks.contracts import CheckpointManifest, HardwareProfile, Plan, Precision
 from tasks.data.order import MicroBatch, SampleOrder, deal
-from tasks.data.prepared import Split
+from tasks.data.packing import PackedSplit, Rows, width
 from tasks.errors import PREEMPTED_EXIT_CODE
 from tasks.params import TrainParams
 from tasks.paths import Paths
@@ -40,7 +40,7 @@ class Job:
     plan: Plan
     precision: Precision
     train: TrainParams
-    split: Split
+    split: Rows
     order: SampleOrder
     total_steps: int
     rank: int
@@ -50,26 +50,47 @@ class Job:
         """The workspace that the run's folder is in."""
         return Paths(self.run.parents[1])
 
+    @property
+    def attended(self) -> float | None:
+        """Tokens of the document that an average token is in; None where a row is one."""
+        return self.split.attended() if isinstance(self.split, PackedSplit) else None
+
 
 class Lengths:
     """Token counts of every row, read once."""
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Rows) -> None:
         self.tokens: NDArray[np.int64] = split.lengths()
         self.targets: NDArray[np.int64] = split.target_counts()
 
 
-def collate(split: Split, micro: MicroBatch) -> Batch:
-    """Pads a micro-batch on the right to its longest row (id 0, label -100)."""
+def collate(split: Rows, micro: MicroBatch) -> Batch:
+    """Pads a micro-batch on the right to its longest row (id 0, label -100), packs to a width that returns."""
     rows = [split.tokens(row) for row in micro.rows]
     longest = max(len(ids) for ids, _ in rows)
+    packed = split if isinstance(split, PackedSplit) else None
+    if packed is not None:
+        longest = width(longest, packed.max_length)
     ids = np.zeros((len(rows), longest), dtype=np.int64)
     labels = np.full((len(rows), longest), -100, dtype=np.int64)
     for line, (row_ids, row_labels) in enumerate(rows):
         ids[line, : len(row_ids)] = row_ids
         if micro.counted:
             labels[line, : len(row_labels)] = row_labels
-    return Batch(torch.from_numpy(ids), torch.from_numpy(labels))
+    positions = None
+    if packed is not None:
+        positions = torch.from_numpy(
+            np.stack([restarting(packed.documents(row), longest) for row in micro.rows])
+        )
+    return Batch(torch.from_numpy(ids), torch.from_numpy(labels), positions)
+
+
+def restarting(documents: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
+    """Positions of shape (tokens,) that begin at 0 in each of `documents` (their lengths), and in what is left."""
+    lengths = np.append(documents, tokens - documents.sum())
+    starts = np.cumsum(lengths) - lengths
+    positions: NDArray[np.int64] = np.arange(tokens, dtype=np.int64) - np.repeat(starts, lengths)
+    return positions
 
 
 def train_loop(
@@ -124,7 +145,8 @@ def train_loop(
 
 def _board(job: Job) -> Board:
     hardware = HardwareProfile.read(job.paths.hardware)
-    yardstick = Yardstick(job.paths, hardware, job.plan, job.precision, job.train.finetuning_type)
+    method = job.train.finetuning_type
+    yardstick = Yardstick(job.paths, hardware, job.plan, job.precision, method, job.attended)
     return Board(job.run, job.plan, yardstick)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from tasks.contracts import Precision
 from tasks.trainer import collectives
 from tasks.trainer.families import FAMILIES
+from tasks.trainer.isolation import Documents, Isolation, of_micro_batch
 from tasks.trainer.loading import DTYPES
 from tasks.trainer.tensor_parallel import TensorParts
 
@@ -69,9 +71,15 @@ class TokenLossSum(torch.nn.Module):
         self._wider_table = table is not None and table.dtype != self.dtype
         self._inner, self._parts, self._token_loss = [inner], parts, token_loss
         self._mixed = None if precision in ("float32", "float64") else DTYPES[precision]
+        self._isolation = Isolation(inner, half=self._mixed is not None)
 
     def forward(
-        self, inputs: torch.Tensor, labels: torch.Tensor, learnt: torch.Tensor | None = None
+        self,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        learnt: torch.Tensor | None = None,
+        documents: Documents | tuple[Documents, ...] | None = None,
+        number: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sum over learnt tokens of -log p(token | tokens before), a float32 scalar; a stage before the last gives
         hidden states.
@@ -80,23 +88,25 @@ class TokenLossSum(torch.nn.Module):
             inputs: token ids (rows, tokens), or after the first stage hidden states (rows, tokens, width).
             labels: (rows, tokens), -100 where nothing is learnt; not shifted.
             learnt: `learnt_positions(labels)`, if known: finding out on a GPU makes the host wait for it.
+            documents: where several lie in one row; in a pipeline those of all micro-batches, and `number` says which.
         """
+        told = self._isolation.arguments(of_micro_batch(documents, number))
         with torch.autocast(inputs.device.type, self._mixed, enabled=self._mixed is not None):
             if not self.plain_head:
-                return self._loss_of_logits(inputs, labels)
-            states = self._states(inputs)
+                return self._loss_of_logits(inputs, labels, told)
+            states = self._states(inputs, told)
             if not self.last:
                 return states
             where = learnt_positions(labels) if learnt is None else learnt
             return self._loss(states, labels, where)
 
-    def _states(self, inputs: torch.Tensor) -> torch.Tensor:
+    def _states(self, inputs: torch.Tensor, told: dict[str, Any]) -> torch.Tensor:
         decoder = self._inner[0].get_decoder()
         if self.first and self._wider_table:
             inputs = decoder.get_input_embeddings()(inputs).to(self.dtype)
         elif self.first:
-            return decoder(input_ids=inputs, use_cache=False).last_hidden_state
-        return decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            return decoder(input_ids=inputs, use_cache=False, **told).last_hidden_state
+        return decoder(inputs_embeds=inputs, use_cache=False, **told).last_hidden_state
 
     def _loss(self, states: torch.Tensor, labels: torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
         chosen = states.flatten(0, 1).index_select(0, learnt)
@@ -112,8 +122,8 @@ class TokenLossSum(torch.nn.Module):
             return self._token_loss(logits, targets)
         return collectives.vocabulary_loss(at_least_float32(logits), targets, parts.first_logit, parts.group)
 
-    def _loss_of_logits(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss_of_logits(self, ids: torch.Tensor, labels: torch.Tensor, told: dict[str, Any]) -> torch.Tensor:
         targets = labels[:, 1:]
         learnt = targets != -100
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1][learnt]
+        logits = self.model(input_ids=ids, use_cache=False, **told).logits[:, :-1][learnt]
         return self._token_loss(logits, targets[learnt]) if len(logits) else at_least_float32(logits.sum())

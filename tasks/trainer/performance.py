@@ -120,7 +120,10 @@ def rank_performance(
 
 
 class Yardstick:
-    """Model FLOPs of rows, and the data sheets' FLOP/s of all GPUs of a plan, as in the planner's `mfu`."""
+    """Model FLOPs of rows, and the data sheets' FLOP/s of all GPUs of a plan, as in the planner's `mfu`.
+
+    `attended`: tokens of the document that an average token is in, where rows are packs of them.
+    """
 
     def __init__(
         self,
@@ -129,9 +132,10 @@ class Yardstick:
         plan: Plan,
         precision: Precision,
         method: FinetuningType,
+        attended: float | None = None,
     ) -> None:
         self._peak = _peak(hardware, plan, precision)
-        self._precision, self._method = precision, method
+        self._precision, self._method, self._attended = precision, method, attended
         self._spec = _spec(paths)
         self._known: dict[int, float] = {}
 
@@ -142,7 +146,7 @@ class Yardstick:
     def _row(self, tokens: int) -> float:
         if self._spec is None:
             return 0.0
-        work = Workload(self._method, self._precision, sequence=tokens, mean_row=float(tokens))
+        work = Workload(self._method, self._precision, tokens, float(tokens), attended=self._attended)
         return self._known.setdefault(tokens, model_flops(self._spec, work))
 
     def mfu(self, flops: float, seconds: float) -> float | None:
@@ -193,7 +197,8 @@ def train_performance(
         limit = hardware.host_memory_bytes
     timed = records[len(records) - ranks[0].steps :]
     seconds = sum(record.seconds for record in timed)
-    yardstick = Yardstick(paths, hardware, job.plan, job.precision, job.train.finetuning_type)
+    method = job.train.finetuning_type
+    yardstick = Yardstick(paths, hardware, job.plan, job.precision, method, job.attended)
     lengths = job.split.lengths()
     flops = yardstick.flops(int(lengths[row]) for record in timed for row in record.samples)
     mfu = yardstick.mfu(flops, seconds)

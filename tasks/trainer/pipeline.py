@@ -23,6 +23,7 @@ from tasks.contracts import Plan
 from tasks.planner.stages import layers_of_stages
 from tasks.trainer.engine import Batch
 from tasks.trainer.families import family_of, layers_of
+from tasks.trainer.isolation import documents_of
 from tasks.trainer.loss import TokenLossSum
 
 ONE_CHUNK = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -129,10 +130,21 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         given = (ids,) if 0 in self.stages else ()
         told: dict[str, Any] = {"target": labels, "losses": losses} if self.is_last else {}
+        told |= self._where_documents_lie(batches)
         self._schedule.step(*given, labels=labels, return_outputs=False, **told)
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack([loss.detach().double() for loss in losses]).sum() / factor
+
+    def _where_documents_lie(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """What each stage needs beside its inputs where rows are packed: the schedule cuts tensors alone."""
+        found = tuple(
+            documents_of(batch.positions, self.device) for batch in batches if batch.positions is not None
+        )
+        if not found:
+            return {}
+        numbers = torch.arange(len(batches)).repeat_interleave(len(batches[0].input_ids))
+        return {"documents": found, "number": numbers}
 
     def _build(self, length: int) -> None:
         """Stages for rows of `length` tokens: shapes are told, so that no pass is spent on finding them out."""

@@ -21,6 +21,7 @@ from tasks.trainer import training_state
 from tasks.trainer.clock import StepClock
 from tasks.trainer.comm_hooks import PowerSgd, communication_hook
 from tasks.trainer.engine import Batch, StepResult
+from tasks.trainer.isolation import documents_of
 from tasks.trainer.loss import learnt_positions
 from tasks.trainer.loss_scale import LossScale
 from tasks.trainer.mesh import first_and_last_stage, group_over
@@ -153,7 +154,8 @@ class TorchEngine:
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
         sent = (batch.input_ids, batch.labels, learnt_positions(batch.labels))
-        return self.modules[0](*(tensor.to(self.device, non_blocking=True) for tensor in sent))
+        packed = {} if batch.positions is None else {"documents": documents_of(batch.positions, self.device)}
+        return self.modules[0](*(tensor.to(self.device, non_blocking=True) for tensor in sent), **packed)
 
     def _complete_gradients(self) -> None:
         """The sums over ranks and stages that no wrapper has made."""

@@ -29,7 +29,10 @@ WARM_UP = 2
 
 
 class TrialRequest(Contract):
-    """One plan to try. `config` is a model's config.json; rows are `mean_row` tokens, one step's `sequence`."""
+    """One plan to try. `config` is a model's config.json; rows are `mean_row` tokens, one step's `sequence`.
+
+    Packed rows hold documents of `document` tokens.
+    """
 
     config: str
     plan: Plan
@@ -37,6 +40,7 @@ class TrialRequest(Contract):
     precision: Precision
     sequence: int
     mean_row: int
+    document: int | None = None
     steps: int
 
 
@@ -76,7 +80,9 @@ def _measure(request: TrialRequest) -> TrialResult:
     lengths = [request.sequence, *[request.mean_row] * (WARM_UP - 1 + request.steps)]
     taken = []
     for length in lengths:
-        batches = [_batch(plan.micro_batch, length, vocab) for _ in range(plan.accumulation)]
+        batches = [
+            _batch(plan.micro_batch, length, vocab, request.document) for _ in range(plan.accumulation)
+        ]
         targets = plan.global_batch * (length - 1)
         if cuda:
             torch.cuda.synchronize()
@@ -101,13 +107,14 @@ def random_model(request: TrialRequest, seed: int) -> MetaModel:
     return MetaModel(model, RandomWeights(model, seed))
 
 
-def _batch(rows: int, length: int, vocab: int) -> Batch:
+def _batch(rows: int, length: int, vocab: int, document: int | None) -> Batch:
     import torch
 
     from tasks.trainer.engine import Batch
 
     ids: torch.Tensor = torch.randint(vocab, (rows, length))
-    return Batch(input_ids=ids, labels=ids)
+    positions = torch.arange(length).remainder(document).expand(rows, length) if document else None
+    return Batch(ids, ids, positions)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -74,7 +74,7 @@ def _train(
     params: Params, paths: Paths, run: Path, order: WorkerOrder, rank: int, signals: StopSignals
 ) -> None:
     from tasks.data.order import SampleOrder
-    from tasks.data.prepared import Split
+    from tasks.data.packing import training_rows
     from tasks.trainer.finish import finish
     from tasks.trainer.loading import loaded_dtype
     from tasks.trainer.loop import Job, Lengths, train_loop
@@ -82,9 +82,9 @@ def _train(
     from tasks.trainer.torch_engine import TorchEngine
     from tasks.trainer.tracking import Tracker
 
-    split = Split.open(paths.prepared, "train")
+    split = training_rows(paths.prepared)
     lengths = Lengths(split)
-    samples = SampleOrder(len(split), params.global_batch, params.seed)
+    samples = SampleOrder.of(params, lengths.tokens)
     steps = samples.steps(params.train.num_train_epochs, lengths.tokens, order.resolved.token_budget)
     precision, plan = order.resolved.precision, order.plan
     if rank == 0:

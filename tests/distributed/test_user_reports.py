@@ -72,6 +72,17 @@ def test_ranks_with_unequal_numbers_of_targets(tmp_path: Path, plan: Plan) -> No
     assert same(step(root, tiny.cpu_plan(1, 2, 1)), step(root, plan))
 
 
+@pytest.mark.parametrize("rows", [3, 5])
+def test_ranks_with_unequal_numbers_of_rows_end_together(tmp_path: Path, rows: int) -> None:
+    """huggingface/datasets#6719, pytorch/pytorch#141069: ranks with 3 and 2 batches hang; axolotl PR#3100,
+    mmengine#945: fewer rows than ranks x batch give no step at all."""
+    root = of_rows(tmp_path / "w", [(8 + row, 3 + row) for row in range(rows)], **{"train.global_batch": 8})
+    one = step(root, tiny.cpu_plan(1, 8, 1))
+    two = step(root, tiny.cpu_plan(2, 4, 1) if rows == 3 else tiny.cpu_plan(2, 1, 4))
+    assert sorted(two.samples) == list(range(rows)), "one step, of all rows"
+    assert same(one, two)
+
+
 @pytest.mark.parametrize(
     "plan",
     [

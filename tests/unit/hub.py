@@ -1,4 +1,4 @@
-"""A Hugging Face hub of one repository on the loopback interface: as much of its HTTP API as a snapshot needs."""
+"""A Hugging Face hub of one repository on the loopback interface: as much of its HTTP API as reading it needs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,16 @@ class Hub:
     def main(self) -> str:
         return list(self.commits)[-1]
 
+    def commit(self, revision: str) -> str:
+        return self.main if revision == "main" else revision
+
+    def file(self, revision: str, *path: str) -> Path:
+        return self.commits[self.commit(revision)].joinpath(*path)
+
 
 @contextmanager
-def serve() -> Iterator[Hub]:
-    """Serves an empty hub as long as the block lasts."""
+def serve(kind: str = "models") -> Iterator[Hub]:
+    """Serves an empty hub as long as the block lasts; its repository is one of `kind` (models, datasets)."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
@@ -49,20 +55,25 @@ def serve() -> Iterator[Hub]:
             pass
 
         def _answer(self, with_body: bool) -> None:
-            parts = self.path.split("?")[0].strip("/").split("/")
-            api = f"api/models/{REPOSITORY}".split("/")
+            path = self.path.split("?")[0].strip("/")
+            parts = path.removeprefix("datasets/").split("/")
+            api = f"api/{kind}/{REPOSITORY}".split("/")
             headers, body, code = {}, b"{}", 200
-            if parts[:4] == api and parts[4:5] == ["revision"]:
+            if parts[:4] == api and parts[4:5] in ([], ["revision"]):
                 body = json.dumps({"id": REPOSITORY, "sha": hub.main, "siblings": []}).encode()
             elif parts[:4] == api and parts[4:5] == ["tree"]:
                 body = json.dumps([_entry(file) for file in hub.commits[parts[5]].iterdir()]).encode()
-            elif parts[2:3] == ["resolve"]:
-                file = hub.commits[parts[3]] / parts[4]
+            elif (
+                parts[:3] == [*REPOSITORY.split("/"), "resolve"] and (file := hub.file(*parts[3:])).is_file()
+            ):
                 body = file.read_bytes()
-                headers = {"X-Repo-Commit": parts[3], "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
+                headers = {
+                    "X-Repo-Commit": hub.commit(parts[3]),
+                    "ETag": f'"{hashlib.sha1(body).hexdigest()}"',
+                }
                 hub.fetched.add(file.name)
             else:
-                code = 404
+                headers, code = {"X-Error-Code": "EntryNotFound"}, 404
             self.send_response(code)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)

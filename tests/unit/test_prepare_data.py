@@ -86,8 +86,11 @@ def test_every_row_is_accounted_for(tmp_path: Path, model: Path) -> None:
     assert manifest.rows_in == len(rows) == kept(manifest) + sum(manifest.rejected.values())
     assert manifest.rejected["duplicate"] == 1
     lines = [json.loads(line) for line in Paths(tmp_path).rejected.read_text().splitlines()]
-    assert {line["where"].rsplit(": ", 1)[1] for line in lines} == {"row 31", "row 32", "row 33"}
+    assert [(line["file"], line["row"]) for line in lines] == [
+        ("data/raw/rows.json", row) for row in (31, 32, 33)
+    ]
     assert all(line["reason"] and line["fix"] for line in lines)
+    assert manifest.balanced
     train = Split.open(Paths(tmp_path).prepared, "train")
     assert len(train) == manifest.train.rows
     assert int(train.lengths().sum()) == manifest.train.tokens
@@ -166,7 +169,9 @@ def test_rows_beyond_max_rows_are_not_counted(tmp_path: Path, model: Path) -> No
 def test_all_rows_rejected_is_an_error_that_counts_them(tmp_path: Path, model: Path) -> None:
     rows = [{"instruction": "q", "output": ""}] * 3
     with pytest.raises(UserError, match=r"leaves no row to train on \(left out: 3 no answer\)"):
-        prepared(tmp_path, model, rows, **{"prepare_data.on_bad_row": "reject"})
+        prepared(
+            tmp_path, model, rows, **{"prepare_data.on_bad_row": "reject", "prepare_data.max_rejected": 1.0}
+        )
 
 
 def test_a_source_outside_data_raw_is_used_and_said(
