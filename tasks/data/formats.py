@@ -30,14 +30,17 @@ from tasks.params import Format
 __all__ = ["RawRow", "canonical", "detect", "form_of"]
 
 
+# An alpaca row may lack its output; that is its own fault, not its format's.
+TELLING: dict[Form, tuple[str, ...]] = {**NEEDED, "alpaca": ("instruction",)}
+
+
 def form_of(content: Mapping[str, Any], columns: Mapping[str, str] = UNMAPPED) -> tuple[Form, str] | None:
     """(format, the column that tells it) of one row, by its columns alone: whether they are filled does not matter."""
     # What is mapped was meant.
     forms = sorted(NEEDED, key=lambda form: columns.keys().isdisjoint(NEEDED[form])) if columns else NEEDED
     for form in forms:
-        names = NEEDED[form][:1] if form == "alpaca" else NEEDED[form]
-        theirs = [_named(content, columns, name) for name in names]
-        if all(theirs):
+        theirs = [_named(content, columns, name) for name in TELLING[form]]
+        if None not in theirs:
             return form, " and ".join(str(name) for name in theirs)
     return None
 
@@ -45,7 +48,12 @@ def form_of(content: Mapping[str, Any], columns: Mapping[str, str] = UNMAPPED) -
 def _named(content: Mapping[str, Any], columns: Mapping[str, str], name: str) -> str | None:
     if name in columns:
         return columns[name] if columns[name] in content else None
-    return next((alias for alias in (name, *ALIASES.get(name, ())) if alias in content), None)
+    if name in content:
+        return name
+    for alias in ALIASES.get(name, ()):
+        if alias in content:
+            return alias
+    return None
 
 
 def detect(

@@ -118,7 +118,7 @@ def _fetched(wanted: HubId, urls: Sequence[str]) -> Found:
     return found
 
 
-def _file(repository: str, revision: str, path: str, fetch: bool = True) -> tuple[str, str]:
+def _file(repository: str, revision: str, path: str, *, fetch: bool = True) -> tuple[str, str]:
     from huggingface_hub import hf_hub_download
 
     local = hf_hub_download(

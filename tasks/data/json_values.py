@@ -78,9 +78,11 @@ class JsonValues:
         """Bytes of the stream that were used so far."""
         return self._bytes + len(self._text[: self._at].encode("utf-8", "surrogateescape"))
 
-    def far_from(self, offset: int) -> bool:
-        """Whether certainly fewer bytes than `offset` were used; cheaper than to ask for `offset`."""
-        return self._bytes + 4 * self._at < offset
+    def reached(self, offset: int) -> bool:
+        """Whether certainly `offset` bytes were used; cheaper than to ask for `offset`, since a character may have
+        more bytes than one.
+        """
+        return self._bytes + self._at >= offset
 
     def __iter__(self) -> Iterator[Any]:
         if not self._inside:

@@ -40,7 +40,7 @@ def image_of(value: Any) -> ImageRef:
     if isinstance(value, bytes) and value:
         return ImageRef("", value)
     if isinstance(value, str) and value:
-        check_writable("image path", value)
+        check_writable("an image path", value)
         return ImageRef("", _of_data_url(value)) if value.startswith("data:") else ImageRef(value)
     if isinstance(value, Mapping):
         content = value.get("bytes")

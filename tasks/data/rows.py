@@ -160,7 +160,7 @@ def _check_content(part: str, content: object, may_be_empty: bool, number: int) 
         answer = part in ("assistant turn", "completion")
         raise BadRow("no answer" if answer else f"an empty {part}", "fill it in or remove the row", at)
     if not content.isascii():
-        check_writable(part, content, at)
+        check_writable(f"the {part}", content, at)
 
 
 def check_writable(part: str, content: str, at: str = "") -> None:
@@ -175,10 +175,10 @@ def check_writable(part: str, content: str, at: str = "") -> None:
     around = quoted(content[max(0, half.start() - 10) : half.start() + 10])
     if ESCAPED_BYTE.search(content):
         raise BadRow(
-            f"the {part} holds bytes that are not UTF-8", "save the file as UTF-8", f"{at} {around}".strip()
+            f"{part} holds bytes that are not UTF-8", "save the file as UTF-8", f"{at} {around}".strip()
         )
     raise BadRow(
-        f"the {part} holds half a character (a lone surrogate)", "write it whole", f"{at} {around}".strip()
+        f"{part} holds half a character (a lone surrogate)", "write it whole", f"{at} {around}".strip()
     )
 
 

@@ -104,8 +104,9 @@ def _list_shards(file: SourceFile, target: int, shard: Any) -> Iterator[Shard]:
         values = JsonValues(raw, file.name)
         start, first = 0, 1
         for _ in values:
-            if values.far_from(start + target) or (here := values.offset) < start + target:
+            if not values.reached(start + target):
                 continue
+            here = values.offset
             yield shard(start, here, first, here - start)
             start, first = here, values.row + 1
         if first <= values.row:

@@ -27,9 +27,7 @@ def tools_text(value: Any) -> str:
         listed = [listed]
     if not isinstance(listed, list):
         raise BadRow("tools are no list", f"write them as {SHAPE}", quoted(listed))
-    text = json.dumps([_tool(_decoded(tool, "tools")) for tool in listed], ensure_ascii=False)
-    check_writable("tools", text)
-    return text if listed else ""
+    return json_text([_tool(_decoded(tool, "tools")) for tool in listed], "tools") if listed else ""
 
 
 def _tool(tool: Any) -> Any:
@@ -84,10 +82,22 @@ def _call(call: Any) -> dict[str, Any]:
     return {"id": call["id"], **found} if isinstance(call.get("id"), str) else found
 
 
-def calls_text(calls: list[dict[str, Any]]) -> str:
-    text = json.dumps(calls, ensure_ascii=False)
-    check_writable("tool call", text)
+def json_text(value: Any, what: str) -> str:
+    """`value` as JSON that any reader takes.
+
+    Raises:
+        BadRow: it holds what JSON has no word for (bytes, times, NaN), or half a character.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(f"{what} that JSON cannot hold", "write it as text", str(error)) from None
+    check_writable(what, text)
     return text
+
+
+def calls_text(calls: list[dict[str, Any]]) -> str:
+    return json_text(calls, "a tool call")
 
 
 def _decoded(value: Any, what: str) -> Any:

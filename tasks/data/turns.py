@@ -10,7 +10,7 @@ from typing import Any
 from tasks.data.columns import View
 from tasks.data.pictures import MARK, image_of
 from tasks.data.rows import ROLES, BadRow, ImageRef, quoted
-from tasks.data.tools import calls_of
+from tasks.data.tools import calls_of, json_text
 
 SPEAKERS = {
     "human": "user",
@@ -221,7 +221,7 @@ def _content(content: Any, role: str, number: int, images: list[ImageRef]) -> An
     if in_parts and content:
         return "".join(_part(part, number, images) for part in content)
     if role == "tool" and isinstance(content, Mapping | list):
-        return json.dumps(content, ensure_ascii=False)
+        return json_text(content, "a tool's result")
     return content
 
 
