@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tasks.contracts import DataManifest
+from tasks.data.chosen_template import ensure_template, template_changed
 from tasks.data.prepared import Split
 from tasks.data.rows import BadRow, Row
 from tasks.data.templates import encode
@@ -214,11 +215,48 @@ def test_a_changed_source_is_noticed(tmp_path: Path, model: Path) -> None:
     assert source_changed(params, Paths(tmp_path))
 
 
-def test_a_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_template_is_given_its_familys_or_refused(tmp_path: Path) -> None:
     folder = tiny.write_model(tmp_path / "m")
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match="has no chat template"):
-        prepared(tmp_path, folder, alpaca(20))
+    prepared(tmp_path, folder, alpaca(20))
+    base = Paths(tmp_path).base
+    assert "<|im_start|>" in (base / "chat_template.jinja").read_text()
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("{% for message in messages %}[{{ message['content'] }}]{% endfor %}")
+    changes = {"prepare_data.template": "mine.jinja"}
+    prepared(tmp_path, folder, alpaca(20), **changes)
+    assert (base / "chat_template.jinja").read_text() == mine.read_text()
+    params = tiny.params(**changes)
+    assert not template_changed(params, Paths(tmp_path))
+    mine.write_text(mine.read_text() + " ")
+    assert template_changed(params, Paths(tmp_path))
+    with pytest.raises(UserError, match="template=other is unknown"):
+        prepared(tmp_path, folder, alpaca(20), **{"prepare_data.template": "other"})
+    prepared(tmp_path, folder, alpaca(20))
+    assert "<|im_start|>" in (base / "chat_template.jinja").read_text()
+    for file in (base / "tokenizer.json", base / "tokenizer_config.json"):
+        file.write_text(file.read_text().replace("<|im_start|>", "<|other|>"))
+    config = base / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"unheard"'))
+    ensured = ensure_template(tiny.params(**{"model.name_or_path": str(folder)}), Paths(tmp_path))
+    assert ensured is None and not (base / "chat_template.jinja").exists()
+
+
+def test_a_models_own_template_comes_back_and_its_end_mark_ends_answers(tmp_path: Path) -> None:
+    folder = tiny.write_model(tmp_path / "m")
+    base = Paths(tmp_path).base
+    ends = folder / "generation_config.json"
+    ends.write_text(json.dumps({"eos_token_id": 0, "do_sample": False}))
+    own = (folder / "chat_template.jinja").read_text()
+    prepared(tmp_path, folder, alpaca(20), **{"prepare_data.template": "qwen"})
+    assert "You are a helpful assistant." in (base / "chat_template.jinja").read_text()
+    assert json.loads((base / "generation_config.json").read_text()) == {
+        "eos_token_id": [0, 2],
+        "do_sample": False,
+    }
+    prepared(tmp_path, folder, alpaca(20))
+    assert (base / "chat_template.jinja").read_text() == own
+    assert json.loads((base / "generation_config.json").read_text())["eos_token_id"] == [0, 2]
 
 
 def ids(folder: Path, name: str) -> set[str]:
