@@ -24,8 +24,9 @@ class Piece(Row):
 
 
 def answer_pieces(row: Row) -> Iterator[Piece]:
-    """The conversation up to each of its answers."""
-    turns = [turn for turn, (role, _) in enumerate(row.messages) if role == "assistant"]
+    """The conversation up to each of its answers that is to be learnt."""
+    answers = [turn for turn, (role, _) in enumerate(row.messages) if role == "assistant"]
+    turns = [turn for turn in answers if turn not in row.unlearnt]
     for number, turn in enumerate(turns):
         calls = tuple((at, text) for at, text in row.calls if at <= turn)
         yield _piece(row, number, turn == turns[-1], messages=row.messages[: turn + 1], calls=calls)

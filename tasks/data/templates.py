@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -197,6 +196,8 @@ class Encoder:
 
     def _chat(self, row: Row, rendered: Rendered) -> Draft | BadRow:
         assert self._template is not None
+        if row.unlearnt and not isinstance(row, Piece):
+            return self._partly(row, rendered)
         spans = rendered.spans
         if self._learn == "last" or isinstance(row, Piece):
             spans = spans[rendered.last :]
@@ -206,6 +207,32 @@ class Encoder:
             )
         after = () if self._template.end_mark else self._end
         return Draft(rendered.text, spans, (), after, self._learn == "all")
+
+    def _partly(self, row: Row, rendered: Rendered) -> Draft | BadRow:
+        """A conversation some of whose answers are only read."""
+        answers = [turn for turn, (role, _) in enumerate(row.messages) if role == "assistant"]
+        if self._learn == "all":
+            return BadRow(
+                "it says which of its turns are not to be learnt, and prepare_data.learn=all learns every turn",
+                "use prepare_data.learn: answers, or take the marks out",
+            )
+        if len(rendered.spans) != len(answers):
+            return BadRow(
+                "it says which of its answers are not to be learnt, and the template does not tell them apart",
+                "take the marks out, or use rows with one answer",
+            )
+        learnt = [
+            span for turn, span in zip(answers, rendered.spans, strict=True) if turn not in row.unlearnt
+        ]
+        if self._learn == "last":
+            learnt = learnt[-1:] if answers[-1] not in row.unlearnt else []
+        if not learnt:
+            return BadRow(
+                "its last answer is not to be learnt", "use prepare_data.learn: answers, or remove the row"
+            )
+        ends = not self._template or not self._template.end_mark
+        after = self._end if ends and answers[-1] not in row.unlearnt else ()
+        return Draft(rendered.text, tuple(learnt), (), after)
 
     # --- tokens ---------------------------------------------------------------------------------
 
@@ -260,15 +287,3 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int) -> Enc
     if isinstance(found, BadRow):
         raise found
     return Encoded(np.asarray(found.input_ids).tolist(), np.asarray(found.labels).tolist(), found.truncated)
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that the chat template writes behind an answer; None where that is no token of its own."""
-    asked, answer = [{"role": "user", "content": "a"}], "Zq7"
-    try:
-        talk = [*asked, {"role": "assistant", "content": answer}]
-        whole = str(tokenizer.apply_chat_template(talk, tokenize=False))
-    except (TemplateError, ValueError):  # it refuses such a talk, or there is none
-        return None
-    behind = tokenizer(whole.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    return int(behind[0]) if behind and behind[0] in tokenizer.added_tokens_decoder else None

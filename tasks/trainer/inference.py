@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
+from jinja2.exceptions import TemplateError
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -14,7 +15,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from tasks.contracts import Score
 from tasks.data.order import MicroBatch
 from tasks.data.prepared import Split
-from tasks.data.templates import end_of_turn
 from tasks.errors import UserError
 from tasks.sampling import GREEDY, Sampling
 from tasks.stage import lively
@@ -201,3 +201,15 @@ def as_base(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """An adapter model with its adapter switched off."""
     with model.disable_adapter():
         yield model
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that the chat template writes behind an answer; None where that is no token of its own."""
+    asked, answer = [{"role": "user", "content": "a"}], "Zq7"
+    try:
+        talk = [*asked, {"role": "assistant", "content": answer}]
+        whole = str(tokenizer.apply_chat_template(talk, tokenize=False))
+    except (TemplateError, ValueError):  # it refuses such a talk, or there is none
+        return None
+    behind = tokenizer(whole.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return int(behind[0]) if behind and behind[0] in tokenizer.added_tokens_decoder else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -105,6 +106,22 @@ def test_what_is_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
         "the end mark is learnt where the marks leave it out"
     )
     assert run(tokenizer, TALK, MARKED, learn="last")[1] == "2<|im_end|>"
+
+
+def test_answers_that_are_only_read_are_not_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+    whole = Encoder(tokenizer, tiny.CHATML, 100, "answers").encode([TALK])[0]
+    read = [Row(TALK.messages, "g", "w", unlearnt=turns) for turns in ((1,), (3,))]
+    first, second = Encoder(tokenizer, tiny.CHATML, 100, "answers").encode(read)
+    assert isinstance(whole, Encoded) and isinstance(first, Encoded) and isinstance(second, Encoded)
+    learnt = [np.asarray(one.labels) != -100 for one in (whole, first, second)]
+    assert learnt[1].any() and learnt[2].any() and not (learnt[1] & learnt[2]).any()
+    assert ((learnt[1] | learnt[2])[: len(learnt[0])] == learnt[0]).all()
+    assert len({row.id for row in (TALK, *read)}) == 3
+    last = Encoder(tokenizer, tiny.CHATML, 100, "last").encode(read)
+    assert isinstance(last[0], Encoded) and isinstance(last[1], BadRow)
+    assert all(isinstance(one, BadRow) for one in Encoder(tokenizer, tiny.CHATML, 100, "all").encode(read))
+    pieces = list(Encoder(tokenizer, FORGETFUL, 100, "answers").pieces(read[0]))
+    assert [len(piece.messages) for piece in pieces] == [4]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_or_learnt_an_answer_at_a_time(

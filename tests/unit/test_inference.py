@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.commands import chat as chat_command
 from tasks.commands.generate import generate as generate_command
-from tasks.data.templates import end_of_turn
 from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.sampling import GREEDY, Sampling
-from tasks.trainer.inference import answer_what_fits, context_length, encoded, generate, stop_ids
+from tasks.trainer.inference import answer_what_fits, context_length, encoded, end_of_turn, generate, stop_ids
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

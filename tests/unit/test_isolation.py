@@ -46,7 +46,7 @@ WINDOWED = [
     },
     {"model_type": "phi", **DEFAULTS},
 ]
-# Phi's norm of query and key does not take the width of the planner's case, and Falcon's bias is refused for its digits.
+# Phi's norm of query and key does not take the planner's width, and Falcon's bias is refused for its digits.
 TEXT = [
     case
     for case in VARIANTS
