@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tasks.contracts import Plan, Precision, Resolved, TrainReport
 from tasks.params import Params
 from tasks.paths import Paths
@@ -64,7 +66,8 @@ def _rank_main(
 def run_ranks(world: int, work: Callable[..., None], *arguments: object, code: int = 0) -> None:
     """Runs `work(*arguments)`, a module's function, in `world` ranks with torchrun's variables; all end with `code`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    # What is preloaded may look at a GPU (bitsandbytes does), and no process forked from such a one can use it.
+    context.set_forkserver_preload([] if torch.cuda.is_available() else PRELOAD)
     errors = context.Queue()
     port = free_port()
     ranks = [
