@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from flows.cli_certify import certify
+from flows.cli_data import data
 from flows.cli_plan import plan
 from tasks.errors import USER_ERROR_EXIT_CODE, UserError
 from tasks.params import Params, read_params
@@ -118,6 +119,7 @@ def probe(
 
 app.command()(plan)
 app.command()(certify)
+app.command()(data)
 
 
 @app.command()
