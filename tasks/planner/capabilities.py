@@ -34,9 +34,8 @@ class Capabilities:
         return spec.family in self.split_families and (self.images or spec.vision is None)
 
     def isolates(self, spec: ModelSpec) -> bool:
-        """Whether packed documents are kept apart. Falcon's bias of positions in a row would lose digits."""
-        falcon = spec.family == "falcon" and spec.position == "alibi"
-        return spec.family in self.isolating_families and spec.vision is None and not falcon
+        """Whether packed documents are kept apart."""
+        return spec.family in self.isolating_families and spec.vision is None
 
     def can(self, plan: Plan, spec: ModelSpec, work: Workload, gpus_per_node: int) -> bool:
         """Whether a plan of the planner's space can be trained."""
@@ -60,8 +59,9 @@ TRAINABLE_NOW = Capabilities(
     tensor=True,
     pipeline=True,
     split_families=frozenset({"llama", "mistral", "qwen2", "qwen3", "bloom"}),
-    # The test asks each. MPT's layers read a mask the other way round, and OPT's decoder makes its own.
-    isolating_families=frozenset(FAMILIES) - {"mpt", "opt", "qwen", "baichuan", "chatglm"},
+    # A test asks each. MPT's layers read a mask the other way round, OPT's decoder makes its own, and Falcon's of
+    # transformers 5.17 does not look at positions.
+    isolating_families=frozenset(FAMILIES) - {"mpt", "opt", "falcon", "qwen", "baichuan", "chatglm"},
     offload=False,
     nodes=False,
     images=False,

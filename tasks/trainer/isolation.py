@@ -33,7 +33,9 @@ ADDITIONS = ("attn_logit_softcapping", "attention_chunk_size", "kv_lora_rank")
 # Families whose attention is told of its window. Others know it by their mask alone.
 TOLD_OF_WINDOWS = frozenset({"mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3_text"})
 # torch 2.11 takes fewer heads of keys than of queries without being told.
-GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 Way = Literal["varlen", "positions", "masks"]
 Change = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -75,10 +77,14 @@ def of_micro_batch(
 
 
 class Isolation:
-    """Tells a model where documents lie, from the first packed micro-batch on."""
+    """Tells a model where documents lie, from the first packed micro-batch on.
+
+    To be made before FSDP2, which renames the classes of layers.
+    """
 
     def __init__(self, inner: PreTrainedModel, half: bool) -> None:
         self._inner, self._half = inner, half
+        self._masked = [] if takes_positions(inner) else _layers(inner)
         self._way: Way | None = None
         self._positions: torch.Tensor | None = None
         self._known: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
@@ -106,7 +112,8 @@ class Isolation:
 
     def _choose(self, device: torch.device) -> Way:
         if not takes_positions(self._inner):
-            for layer in _layers(self._inner):
+            assert self._masked, "transformers names the layers of families that may be packed"
+            for layer in self._masked:
                 layer.register_forward_pre_hook(self._mask_layer, with_kwargs=True)
             return "masks"
         if self._half and why_not_varlen(self._inner, device) is None:

@@ -46,11 +46,11 @@ WINDOWED = [
     },
     {"model_type": "phi", **DEFAULTS},
 ]
-# Phi's norm of query and key does not take the width of the planner's case, and Falcon's bias is refused for its digits.
+# Phi's norm of query and key does not take the width of the planner's case. Falcon does it in newer transformers alone.
 TEXT = [
     case
     for case in VARIANTS
-    if "llava" not in case["model_type"] and not case.get("qk_layernorm") and not case.get("alibi")
+    if not case["model_type"].startswith(("llava", "falcon")) and not case.get("qk_layernorm")
 ]
 QUICK = {"llama", "mistral", "qwen2", "glm", "bloom", "mpt", "phi"}
 
