@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +12,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.contracts import DataManifest
+from tasks.contracts import BaseModelRef, DataManifest, PackCounts
 from tasks.data.order import MicroBatch
 from tasks.data.packing import PackedSplit, best_fit, training_rows, width, write_packs
 from tasks.data.prepared import Split
 from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.planner.capabilities import TRAINABLE_NOW
+from tasks.planner.compute import attention_seconds, model_flops
 from tasks.planner.families import FAMILIES
+from tasks.planner.machine import Machine, machine
+from tasks.planner.model_spec import model_spec
+from tasks.planner.workload import ELASTANE, Workload, uses_block_mask, workload
 from tasks.prepare_data import prepare_data
 from tasks.run_key import run_key
-from tasks.select_strategy import as_problem
+from tasks.select_strategy import as_problem, run_steps
 from tasks.trainer.engine import Batch
 from tasks.trainer.loop import collate, restarting
+from tasks.trainer.trial import _batch
 from tests import tiny
+from tests.unit.planner_cases import gpus
+from tests.unit.planner_cases import manifest as a_manifest
 
 # --- best fit -----------------------------------------------------------------------------------
 
@@ -166,8 +174,6 @@ def test_the_stage_packs_what_is_trained_on_alone(tmp_path: Path, model: Path) -
     assert prepared(tmp_path / "b", model, "best_fit") == full
     assert (folder / "train_packs.arrow").read_bytes() == first
     base = Paths(tmp_path / "b")
-    from tasks.contracts import BaseModelRef
-
     ref = BaseModelRef.read(base.base_ref)
     assert run_key(tiny.params(), plain, ref) != run_key(tiny.params(), full, ref)
     prepared(tmp_path / "b", model, "none")
@@ -175,8 +181,6 @@ def test_the_stage_packs_what_is_trained_on_alone(tmp_path: Path, model: Path) -
 
 
 def test_packing_is_refused_where_documents_would_mix(tmp_path: Path, model: Path) -> None:
-    from tasks.planner.model_spec import model_spec
-
     manifest = prepared(tmp_path, model, "best_fit")
     params, hardware = tiny.params(), tiny.cpu_hardware()
     refused = []
@@ -193,3 +197,48 @@ def test_packing_is_refused_where_documents_would_mix(tmp_path: Path, model: Pat
             refused.append(family)
     assert {"mpt", "opt", "falcon"} <= set(refused)
     assert not {"llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "bloom"} & set(refused)
+
+
+# --- the planner --------------------------------------------------------------------------------
+
+PACKED = PackCounts(packs=100, fill=0.99, longest=4096, attended=512.0, content_hash="p")
+
+
+def test_the_planner_counts_packs_and_attends_within_documents() -> None:
+    train = tiny.params().train
+    plain = a_manifest(longest=1000)
+    full = plain.model_copy(update={"packed": PACKED})
+    work, without = workload(train, full, "bfloat16"), workload(train, plain, "bfloat16")
+    assert work.sequence == 4096 and work.mean_row == plain.train.tokens / 100
+    assert without.attended is None and without.sequence == 1000
+    here = tiny.cpu_hardware()
+    endless = train.model_copy(update={"token_budget": None})
+    assert run_steps(endless, full, 16, here) == 7
+    assert run_steps(endless, plain, 16, here) == -(-plain.train.rows // 16)
+    by_length = train.model_copy(update={"sample_order": "by_length"})
+    assert without.padded and not workload(by_length, plain, "bfloat16").padded
+
+
+def test_attention_costs_what_is_computed() -> None:
+    spec = model_spec({"model_type": "llama"})
+    plan = tiny.cpu_plan(1, 2, 2).model_copy(update={"device": "cuda", "backend": "nccl"})
+    alone = workload(tiny.params().train, a_manifest(longest=4096), "bfloat16")
+    packs = replace(alone, attended=512.0, mean_row=4096.0)
+    here = machine(gpus(1), "bfloat16", None)
+
+    def seconds(work: Workload, at: Machine) -> float:
+        return attention_seconds(spec, plan, at, 2 * 4096, work, ELASTANE)
+
+    assert seconds(packs, here) == pytest.approx(seconds(alone, here) / 8)
+    single = replace(packs, precision="float32")
+    assert uses_block_mask(single, "cuda") and not uses_block_mask(packs, "cuda")
+    assert seconds(single, here) == pytest.approx(2 * seconds(replace(single, attended=None), here))
+    assert uses_block_mask(packs, "cpu") and not uses_block_mask(alone, "cpu")
+    assert model_flops(spec, packs) < model_flops(spec, replace(packs, attended=None))
+
+
+def test_a_trial_has_documents_too() -> None:
+    assert _batch(2, 10, 50, None).positions is None
+    positions = _batch(2, 10, 50, 4).positions
+    assert positions is not None
+    assert positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 1]] * 2
