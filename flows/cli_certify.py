@@ -22,7 +22,7 @@ Tiny = Annotated[
     bool, typer.Option("--tiny", help="A built-in tiny recipe instead of yours; runs in any folder.")
 ]
 Family = Annotated[
-    Literal["llama", "mistral", "qwen2", "qwen3", "bloom", "glm", "glm4"] | None,
+    Literal["llama", "mistral", "qwen2", "qwen3", "bloom", "glm", "glm4", "llama_alibi"] | None,
     typer.Option(help="With --tiny: this model instead of llama and qwen2."),
 ]
 Method = Annotated[Literal["full", "lora", "qlora"] | None, typer.Option(help="With --tiny (default: full).")]

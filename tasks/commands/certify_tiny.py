@@ -30,7 +30,7 @@ from tasks.params import Params, parse_params
 from tasks.paths import Paths
 from tasks.trainer.base_model import ensure_base
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "bloom", "glm", "glm4"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "bloom", "glm", "glm4", "llama_alibi"]
 USUAL_FAMILIES: tuple[Family, ...] = ("llama", "qwen2")
 ROWS = 17
 BATCH = 8
@@ -109,6 +109,7 @@ def _subject(root: Path, family: Family, method: FinetuningType) -> Subject:
 
 def _write_model(folder: Path, family: Family, shape: dict[str, Any]) -> None:
     import torch
+    import tasks.trainer.llama_alibi  # noqa: F401 (transformers then knows it)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **shape, tie_word_embeddings=family in TIED)
