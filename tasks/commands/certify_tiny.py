@@ -109,8 +109,9 @@ def _subject(root: Path, family: Family, method: FinetuningType) -> Subject:
 
 def _write_model(folder: Path, family: Family, shape: dict[str, Any]) -> None:
     import torch
-    import tasks.trainer.llama_alibi  # noqa: F401 (transformers then knows it)
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    import tasks.trainer.llama_alibi  # noqa: F401 (transformers then knows it)
 
     config = AutoConfig.for_model(family, **shape, tie_word_embeddings=family in TIED)
     with torch.random.fork_rng(devices=[]):
