@@ -21,10 +21,11 @@ from tasks.contracts import METHOD_NAMES, DataManifest, FinetuningType
 from tasks.data.accounts import LeftOut
 from tasks.data.assemble import write_splits
 from tasks.data.merge import TRAIN, Merge, Run
+from tasks.data.prepared import IGNORED
 from tasks.data.rows import Row
 from tasks.data.runs import Keyed, RunWriter
 from tasks.data.store import content_hash, histogram
-from tasks.data.templates import IGNORED, Encoded
+from tasks.data.templates import Encoded
 from tasks.errors import UserError
 from tasks.params import Params, parse_params
 from tasks.paths import Paths

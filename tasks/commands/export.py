@@ -45,12 +45,7 @@ def export(
         UserError: `output` exists and is not empty, or nothing trained yet.
         RuntimeError: the folder does not give the tuned model's logits; nothing is left of it.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(
-            f"{output} is there and not empty, and export overwrites nothing; name another folder"
-        )
-    if version and step is not None:
-        raise UserError(f"--model {version} and --step {step} name two models; leave one out")
+    _check_asked(output, version, step)
     chosen = tuned_folder(params, paths, version) if step is None else step_folder(params, paths, step)
     with chosen as folder:
         with heartbeat("loading the tuned model"):
@@ -86,14 +81,29 @@ def export(
         f"{difference:.1e} of {scale:.1f}"
     )
     if adapter_only and final.finetuning_type == "qlora":
-        with heartbeat("opening it on a base in bitsandbytes' 4 bits"):
-            told = _logits(_on_bitsandbytes(paths, final, output, dtype))
-        say(
-            f"  on a base that bitsandbytes holds in 4 bits ({FOUR_BITS}) they differ by at most "
-            f"{float((told - expected).abs().max()):.1e}: its scales are a step off here and there from those that the "
-            "adapter was trained on, which --merge keeps"
-        )
+        _say_on_bitsandbytes(paths, final, output, expected, dtype)
     return output
+
+
+def _check_asked(output: Path, version: str | None, step: int | None) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(
+            f"{output} is there and not empty, and export overwrites nothing; name another folder"
+        )
+    if version and step is not None:
+        raise UserError(f"--model {version} and --step {step} name two models; leave one out")
+
+
+def _say_on_bitsandbytes(
+    paths: Paths, final: FinalManifest, output: Path, expected: torch.Tensor, dtype: torch.dtype
+) -> None:
+    with heartbeat("opening it on a base in bitsandbytes' 4 bits"):
+        told = _logits(_on_bitsandbytes(paths, final, output, dtype))
+    say(
+        f"  on a base that bitsandbytes holds in 4 bits ({FOUR_BITS}) they differ by at most "
+        f"{float((told - expected).abs().max()):.1e}: its scales are a step off here and there from those that the "
+        "adapter was trained on, which --merge keeps"
+    )
 
 
 @contextmanager

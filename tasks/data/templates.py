@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tasks.data.answers import Answers, Rendered
 from tasks.data.pieces import Piece, answer_pieces, text_pieces
+from tasks.data.prepared import IGNORED
 from tasks.data.rendering import Span, Template, begin_ids, finished
 from tasks.data.rows import BadRow, Row
 from tasks.data.tokens import Tokeniser, Tokens
@@ -20,7 +21,6 @@ from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
 
-IGNORED = -100
 OTHERWISE = "the chat template renders a longer conversation differently from its beginning"
 TWO_ROUNDS = Row((("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")), "", "")
 Learn = Literal["answers", "last", "all"]
