@@ -159,7 +159,7 @@ class DeepSpeedEngine:
     def load(self, folder: Path) -> None:
         state = self._all_state()
         dcp.load(state, checkpoint_id=folder)
-        self.state.take(state["optimizer"]["state"])
+        self.state.take()
         self.schedule.load_state_dict(state["schedule"])
         for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = rate

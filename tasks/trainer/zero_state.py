@@ -7,6 +7,7 @@ DeepSpeed keeps weights and moments in flat buffers, so a rank's share of a para
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,58 +30,100 @@ class ZeroState:
         self.stage = _stage(optimizer)
         find = {0: _whole, 1: _of_two, 3: _of_three}[self.stage]
         self.fragments = tuple(find(optimizer, trainable))
+        self.groups = sorted({piece.group for piece in self.fragments})
+        self._lent: dict[int, dict[str, Any]] = {}
         self._weights = list(trainable.values())
 
     def flat(self, group: int) -> torch.Tensor:
-        """The buffer of weights number `group`: what the plain optimizer moves."""
+        """The buffer of weights number `group`: what the plain optimizer moves. On NVMe it is empty unless asked for
+        in `_here`.
+        """
         if self.stage == 0:
             return self._weights[group].detach().view(-1)
         name = "single_partition_of_fp32_groups" if self.stage == 1 else "fp32_partitioned_groups_flat"
         buffer: torch.Tensor = getattr(self._optimizer, name)[group]
         return buffer
 
-    def moments(self, group: int) -> dict[str, Any]:
-        """The plain optimizer's state of that buffer: flat tensors of its size, and numbers."""
-        state = self.plain.state[self._weights[group] if self.stage == 0 else self.flat(group)]
-        return {key: value.view(-1) if _is_like(value) else value for key, value in state.items()}
+    def _moved(self, group: int) -> torch.Tensor:
+        """What the plain optimizer knows the buffer by."""
+        return self._weights[group] if self.stage == 0 else self.flat(group)
+
+    def _on_disk(self, group: int) -> bool:
+        return self.stage == 3 and bool(self._optimizer._swappable_optimizer_subgroup(group))
+
+    @contextmanager
+    def _here(self, group: int, changing: bool = False) -> Iterator[None]:
+        """The buffers of a group are in memory meanwhile, and written back to NVMe if they are changed."""
+        disk = self._on_disk(group)
+        if disk:
+            self._optimizer._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if disk and changing:
+            self._optimizer._optimizer_states_and_gradient_swap_out(group)
+        elif disk:
+            self._optimizer._release_swap_buffers(group)
+
+    def _buffers(self, group: int) -> dict[str, Any]:
+        """Weights (by the name "") and the optimizer's state of them: flat tensors of one size, and numbers. They are
+        the buffers themselves, or copies of what is on NVMe.
+        """
+        with self._here(group):
+            state = {"": self.flat(group), **self.plain.state[self._moved(group)]}
+            held = {
+                key: value.detach().view(-1) if _is_like(value) else _number(value)
+                for key, value in state.items()
+            }
+            return {key: value.clone() for key, value in held.items()} if self._on_disk(group) else held
 
     def boxes(self) -> dict[str, Any]:
-        """{"model": {name: box}, "optimizer": {"state": {name: {key: box or number}}}}, as every plan writes them."""
+        """{"model": {name: box}, "optimizer": {"state": {name: {key: box or number}}}}, as every plan writes them.
+
+        What is on NVMe is copied to host memory for it.
+        """
+        self._lent = {group: self._buffers(group) for group in self.groups}
         weights: dict[str, Any] = {}
         states: dict[str, Any] = {}
         for piece in self.fragments:
-            weights[piece.name] = piece.box(self.flat(piece.group))
+            held = dict(self._lent[piece.group])
+            weights[piece.name] = piece.box(held.pop(""))
             states[piece.name] = {
-                key: piece.box(value) if _is_like(value) else _number(value)
-                for key, value in self.moments(piece.group).items()
+                key: piece.box(value) if _is_like(value) else value for key, value in held.items()
             }
         return {"model": weights, "optimizer": {"state": states}}
 
     def fill(self) -> None:
         """Makes the state that the plain optimizer only makes at its first step; it is that of no step taken."""
-        groups = {piece.group for piece in self.fragments}
-        for group in sorted(groups):
-            weight = self._weights[group] if self.stage == 0 else self.flat(group)
-            if self.plain.state.get(weight):
-                continue
-            like = weight.detach()
-            self.plain.state[weight] = {
-                "step": torch.zeros((), dtype=torch.float32, device=like.device),
-                "exp_avg": torch.zeros_like(like),
-                "exp_avg_sq": torch.zeros_like(like),
-            }
+        for group in self.groups:
+            with self._here(group, changing=True):
+                weight = self._moved(group)
+                if not self.plain.state.get(weight):
+                    like = weight.detach()
+                    self.plain.state[weight] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=like.device),
+                        "exp_avg": torch.zeros_like(like),
+                        "exp_avg_sq": torch.zeros_like(like),
+                    }
 
-    def take(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def take(self) -> None:
         """After a load into `boxes`: numbers go back to the optimizer, and the model is given its weights."""
-        for piece in self.fragments:
-            own = self.plain.state[self._weights[piece.group] if self.stage == 0 else self.flat(piece.group)]
-            for key, value in states[piece.name].items():
-                if isinstance(own[key], int):
-                    own[key] = int(value)
+        if self.stage == 3:
+            self._optimizer._partition_all_parameters()  # small ones stay whole on every rank, and are gathered below
+        for group in self.groups:
+            with self._here(group, changing=True):
+                own = self.plain.state[self._moved(group)]
+                for key, value in self._lent[group].items():
+                    if key and not _is_like(value):
+                        own[key] = type(own[key])(value) if isinstance(own[key], int) else value
+                    elif self._on_disk(group):
+                        (own[key] if key else self.flat(group)).data.copy_(value)
+                if self.stage == 3:
+                    self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        self._lent = {}
         if self.stage == 1:
             self._optimizer.update_lp_params()
-        elif self.stage == 3:
-            _give_back(self._optimizer)
+        elif self.stage == 3 and self._optimizer.persistent_parameters:
+            persistent = self._optimizer.persistent_parameters
+            persistent[0].all_gather(persistent)
 
 
 def _stage(optimizer: Any) -> int:
@@ -120,11 +163,3 @@ def _of_three(optimizer: Any, trainable: Mapping[str, torch.nn.Parameter]) -> It
         start = min(rank * room, weight.ds_numel)
         # The last share is padded.
         yield Fragment(name, weight.ds_shape, start, min(room, weight.ds_numel - start), group, at)
-
-
-def _give_back(optimizer: Any) -> None:
-    optimizer._partition_all_parameters()  # small ones stay whole on every rank, and are gathered anew below
-    for group in range(len(optimizer.fp16_groups)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(group)
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
