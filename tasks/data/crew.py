@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -18,6 +19,7 @@ from tasks.probe.host import cpu_cores, usable_cores
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 AHEAD = 3  # jobs a worker that may wait or be done before their turn
+COLLECTED_AT = 200_000  # objects more than before; some 100 bytes each
 PRELOADED = ["tasks.data.shard_work"]
 
 
@@ -39,10 +41,18 @@ def _end_with_parent() -> None:
 
 def _start() -> None:
     _end_with_parent()
+    settle()
+
+
+def settle() -> None:
+    """Makes this process one that only prepares rows, beside others that do the same."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core; threads besides would only compete
     import pyarrow as pa
 
     pa.set_cpu_count(1)
+    # The collector would walk over all modules, and over each chunk's rows many times, to find next to nothing.
+    gc.freeze()
+    gc.set_threshold(COLLECTED_AT)
 
 
 class Crew:
