@@ -65,6 +65,8 @@ class Row:
 
         The results after a turn stand in the order of its calls.
         """
+        if not self.calls:
+            return [{"role": role, "content": content} for role, content in self.messages]
         calls = dict(self.calls)
         turns: list[dict[str, Any]] = []
         open_calls: list[dict[str, Any]] = []
