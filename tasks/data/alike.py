@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,7 @@ def word_pairs(rows: Sequence[Row]) -> tuple[Array, Array]:
     """
     words = [_words(row) for row in rows]
     counts = np.array([len(one) for one in words], dtype=np.int64)
-    flat = np.fromiter(
-        (found for one in words for found in map(_HASHES.__getitem__, one)), np.uint64, int(counts.sum())
-    )
+    flat = np.fromiter(map(_HASHES.__getitem__, chain.from_iterable(words)), np.uint64, int(counts.sum()))
     last = np.cumsum(counts) - 1
     follower = np.zeros_like(flat)
     follower[:-1] = flat[1:]
