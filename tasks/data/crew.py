@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,11 +22,24 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 AHEAD = 3  # jobs a worker that may wait or be done before their turn
 COLLECTED_AT = 200_000  # objects more than before; some 100 bytes each
-PRELOADED = ["tasks.data.shard_work"]
+# The second is what transformers imports for a tokenizer; if it is called otherwise one day, each worker imports it.
+PRELOADED = ["tasks.data.shard_work", "transformers.core_model_loading"]
 
 
 def cores() -> int:
     return cpu_cores(Path("/"), usable_cores())
+
+
+def get_ready() -> None:
+    """Starts the process that workers are forked from, so that it imports what they need beside other work here."""
+    _context()
+    forkserver.ensure_running()
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _end_with_parent() -> None:
@@ -64,9 +79,7 @@ class Crew:
 
     def __enter__(self) -> Crew:
         if self._size:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(PRELOADED)
-            self._pool = ProcessPoolExecutor(self._size, context, _start)
+            self._pool = ProcessPoolExecutor(self._size, _context(), _start)
         return self
 
     def __exit__(self, *_: object) -> None:
