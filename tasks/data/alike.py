@@ -137,10 +137,11 @@ class Index:
         found = np.zeros(len(self.sizes), dtype=bool) if known is None else known.copy()
         before = found.copy()
         bits = int(np.log2(len(self.seen)))
-        hit = _sums(self.seen[pairs >> np.uint32(32 - bits)], sizes)
+        seen = self.seen[pairs >> np.uint32(32 - bits)]
+        hit = _sums(seen, sizes)
         need = needed(sizes, self.threshold)
         maybe = (sizes > 0) & (hit >= need)
-        tokens, row = self._tokens(pairs[np.repeat(maybe, sizes)], sizes[maybe])
+        tokens, row = self._tokens(pairs[seen & np.repeat(maybe, sizes)], hit[maybe])
         sizes, need = sizes[maybe], need[maybe]
         shared = np.bincount(row, minlength=len(sizes))
         enough = (shared >= need)[row]
