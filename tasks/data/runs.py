@@ -7,10 +7,9 @@ bucket, and the memory for it does not depend on how many rows there are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -47,8 +46,7 @@ RUN_BYTES = 64 << 20  # what a worker holds before it sorts and writes
 CODEC = "lz4"
 
 
-@dataclass(frozen=True)
-class Keyed:
+class Keyed(NamedTuple):
     """A row, what it became, its position in its shard, and whether it is a later piece of a text."""
 
     row: Row

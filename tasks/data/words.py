@@ -153,20 +153,28 @@ class Words:
         if self._known.full:
             self._known = Known(self._cutter, self._tokens)
         numbers: list[int] = []
+        met: dict[str, list[int]] = {}
         bounds = [0]
         for text in texts:
             ascii_alone = text.isascii()
             if ascii_alone or self._cutter.plain(text):
-                self._number(text, ascii_alone, numbers)
+                numbers += self._numbers(text, ascii_alone, met)
             bounds.append(len(numbers))
         cut = _Cut.of(self._known, numbers)
         found = [WordTokens(cut, first, behind) for first, behind in pairwise(bounds)]
         return [one if one.covers(len(text)) else None for one, text in zip(found, texts, strict=True)]
 
-    def _number(self, text: str, ascii_alone: bool, numbers: list[int]) -> None:
-        """Adds the numbers of the text's words."""
+    def _numbers(self, text: str, ascii_alone: bool, met: dict[str, list[int]]) -> list[int]:
+        """Those of the text's words; `met`: those of stretches behind an added token, which often come again."""
+        numbers: list[int] = []
         for place, part in enumerate(self._added.split(text) if self._added else [text]):
             if place % 2:
                 numbers.append(self._known.whole[part])
             elif part:
-                numbers += self._known.stretch(part, place == 0, ascii_alone)
+                found = met.get(part) if place else None
+                if found is None:
+                    found = self._known.stretch(part, place == 0, ascii_alone)
+                    if place:
+                        met[part] = found
+                numbers += found
+        return numbers
