@@ -22,8 +22,8 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 AHEAD = 3  # jobs a worker that may wait or be done before their turn
 COLLECTED_AT = 200_000  # objects more than before; some 100 bytes each
-# The second is what transformers imports for a tokenizer; if it is called otherwise one day, each worker imports it.
-PRELOADED = ["tasks.data.shard_work", "transformers.core_model_loading"]
+# What transformers imports for a tokenizer, and pyarrow for an array; without these names each worker imports it.
+PRELOADED = ["tasks.data.shard_work", "transformers.core_model_loading", "pandas"]
 
 
 def cores() -> int:
