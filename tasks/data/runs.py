@@ -6,12 +6,10 @@ bucket, and the memory for it does not depend on how many rows there are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -48,8 +46,7 @@ RUN_BYTES = 64 << 20  # what a worker holds before it sorts and writes
 CODEC = "lz4"
 
 
-@dataclass(frozen=True)
-class Keyed:
+class Keyed(NamedTuple):
     """A row, what it became, its position in its shard, and whether it is a later piece of a text."""
 
     row: Row
@@ -141,7 +138,7 @@ def _batch(rows: Sequence[Keyed]) -> pa.RecordBatch:
         "piece": [item.piece for item in rows],
         "input_ids": lists(tokens, lengths),
         "learnt": lists(learnt, lengths),
-        "prompt": [json.dumps(item.row.prompt, ensure_ascii=False) for item in rows],
+        "prompt": [item.row.prompt_json for item in rows],
         "reference": [item.row.answer for item in rows],
         "where": [item.row.where for item in rows],
         "pairs": lists(pairs, sizes),
