@@ -7,7 +7,6 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from jinja2.exceptions import TemplateError
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -156,12 +155,12 @@ def _configured(model: PreTrainedModel, wanted: GenerationConfig) -> Iterator[No
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens that end an answer: those that model and tokenizer name, and the one that the chat template ends a turn
-    with, to which what is learnt of a row reaches, whether or not the model's files name it.
+    """Tokens that end an answer: those that the tokenizer names and the model's generation config, which is that of
+    `data/base/` and there names the end mark of the chat template, too (`ensure_template`).
     """
     named = model.generation_config.eos_token_id
     found = {*named} if isinstance(named, list) else {named}
-    return {token for token in (*found, tokenizer.eos_token_id, end_of_turn(tokenizer)) if token is not None}
+    return {token for token in (*found, tokenizer.eos_token_id) if token is not None}
 
 
 def _until(ids: list[int], stops: Collection[int]) -> list[int]:
@@ -201,15 +200,3 @@ def as_base(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """An adapter model with its adapter switched off."""
     with model.disable_adapter():
         yield model
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that the chat template writes behind an answer; None where that is no token of its own."""
-    asked, answer = [{"role": "user", "content": "a"}], "Zq7"
-    try:
-        talk = [*asked, {"role": "assistant", "content": answer}]
-        whole = str(tokenizer.apply_chat_template(talk, tokenize=False))
-    except (TemplateError, ValueError):  # it refuses such a talk, or there is none
-        return None
-    behind = tokenizer(whole.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    return int(behind[0]) if behind and behind[0] in tokenizer.added_tokens_decoder else None
