@@ -109,7 +109,7 @@ def finetune(workspace: str | None = None, retrain: bool = False) -> Outcome:
         UserError: params.yaml is wrong, or another run holds the workspace.
         StageFailed: a stage failed, with its exit code.
     """
-    from tasks.prepare_data import source_changed
+    from tasks.prepare_data import inputs_changed
 
     root = Path(workspace or os.getcwd()).resolve()
     os.chdir(root)
@@ -118,7 +118,7 @@ def finetune(workspace: str | None = None, retrain: bool = False) -> Outcome:
     with flow_lock(paths):
         prepare_stores(params, paths)
         ran = [
-            ("prepare_data", prepare_data(root, source_changed(params, paths))),
+            ("prepare_data", prepare_data(root, inputs_changed(params, paths))),
             ("probe_hardware", probe_hardware(root)),
             ("select_strategy", select_strategy(root)),
         ]

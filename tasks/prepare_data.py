@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +72,21 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
 def _packs(manifest: DataManifest) -> str:
     packed = manifest.packed
     return f"packed into {packed.packs}, {packed.fill:.1%} full, " if packed else ""
+
+
+def inputs_changed(params: Params, paths: Paths) -> bool:
+    """Whether a file that DVC does not watch, a local source or a .jinja template, is no longer what data/prepared and
+    data/base were made from.
+    """
+    if not paths.manifest.is_file():
+        return False
+    if source_changed(params, paths):
+        return True
+    if not Path(params.prepare_data.template).suffix:
+        return False  # and transformers need not be loaded to say so
+    from tasks.data.chosen_template import template_changed
+
+    return template_changed(params, paths)
 
 
 def source_changed(params: Params, paths: Paths) -> bool:
