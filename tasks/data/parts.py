@@ -24,7 +24,7 @@ from tasks.params import Params
 from tasks.paths import Paths
 from tasks.stage import progress, say
 
-VERSION = 1  # to be raised whenever the same rows become other tokens, or runs have another form
+VERSION = 2  # to be raised whenever the same rows become other tokens, or runs have another form
 LIBRARIES = ("transformers", "tokenizers", "pyarrow")  # what they give may change with them
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
 

@@ -6,7 +6,6 @@ bucket, and the memory for it does not depend on how many rows there are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from tasks.data.alike import word_pairs
 from tasks.data.prepared import IGNORED, target_counts
+from tasks.data.row_prompt import Prompt, written
 from tasks.data.rows import Row
 from tasks.data.split import draws
 from tasks.data.templates import Encoded
@@ -141,7 +141,7 @@ def _batch(rows: Sequence[Keyed]) -> pa.RecordBatch:
         "piece": [item.piece for item in rows],
         "input_ids": lists(tokens, lengths),
         "learnt": lists(learnt, lengths),
-        "prompt": [json.dumps(item.row.prompt, ensure_ascii=False) for item in rows],
+        "prompt": [written(Prompt.of(item.row)) for item in rows],
         "reference": [item.row.answer for item in rows],
         "where": [item.row.where for item in rows],
         "pairs": lists(pairs, sizes),

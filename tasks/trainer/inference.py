@@ -14,20 +14,21 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from tasks.contracts import Score
 from tasks.data.order import MicroBatch
 from tasks.data.prepared import Split
+from tasks.data.row_prompt import Prompt, prompt_ids
 from tasks.errors import UserError
 from tasks.sampling import GREEDY, Sampling
 from tasks.stage import lively
 from tasks.trainer.loop import collate
 from tasks.trainer.placement import device
 
-Messages = list[dict[str, str]]
+Asked = Prompt | list[dict[str, str]]  # messages alone are a conversation without tools
 BATCH = 16  # prompts at once
 
 
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Messages],
+    asked: Sequence[Asked],
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
 ) -> list[str]:
@@ -39,7 +40,7 @@ def generate(
     Raises:
         UserError: a prompt leaves no room for an answer in the model's context, or holds a token that the model lacks.
     """
-    prompts = encoded(tokenizer, conversations)
+    prompts = encoded(tokenizer, asked)
     rooms = [min(max_new_tokens, _room(model, ids)) for ids in prompts]
     for number, (ids, room) in enumerate(zip(prompts, rooms, strict=True), 1):
         if room < 1:
@@ -57,25 +58,19 @@ def generate(
 def answer_what_fits(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Messages],
+    asked: Sequence[Asked],
     max_new_tokens: int,
 ) -> list[str]:
     """As `generate`; where it would refuse a prompt, the answer is empty."""
-    fits = [_room(model, ids) > 0 for ids in encoded(tokenizer, conversations)]
-    kept = [conversation for conversation, fit in zip(conversations, fits, strict=True) if fit]
+    fits = [_room(model, ids) > 0 for ids in encoded(tokenizer, asked)]
+    kept = [one for one, fit in zip(asked, fits, strict=True) if fit]
     answers = iter(generate(model, tokenizer, kept, max_new_tokens))
     return [next(answers) if fit else "" for fit in fits]
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Messages]) -> list[list[int]]:
-    """Token ids of each conversation up to where its answer begins. The template alone writes a begin token."""
-    if not conversations:
-        return []
-    texts = [
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        for messages in conversations
-    ]
-    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+def encoded(tokenizer: PreTrainedTokenizerBase, asked: Sequence[Asked]) -> list[list[int]]:
+    """Token ids of each prompt or conversation up to where its answer begins."""
+    return prompt_ids(tokenizer, [one if isinstance(one, Prompt) else Prompt(one) for one in asked])
 
 
 def _room(model: PreTrainedModel, ids: list[int]) -> int:

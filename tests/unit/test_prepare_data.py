@@ -96,7 +96,7 @@ def test_every_row_is_accounted_for(tmp_path: Path, model: Path) -> None:
     assert len(train) == manifest.train.rows
     assert int(train.lengths().sum()) == manifest.train.tokens
     assert int(train.target_counts().sum()) == manifest.train.target_tokens
-    assert train.prompt(0)[-1]["role"] == "user"
+    assert train.prompt(0).messages[-1]["role"] == "user"
     assert train.reference(0).startswith("it is")
 
 
