@@ -11,7 +11,7 @@ from prefect import flow, task
 from prefect.client.schemas.objects import TaskRun
 from prefect.states import State
 
-from flows.artifacts import publish_plan, publish_result
+from flows.artifacts import publish_data, publish_plan, publish_result
 from flows.process import StageFailed, run_stage
 from flows.workspace import flow_lock, prepare_stores
 from tasks.contracts import BaseModelRef, DataManifest, Registration
@@ -42,7 +42,11 @@ def _is_our_fault(task_: Any, run: TaskRun, state: State[Any]) -> bool:
 
 @task(name="prepare_data")
 def prepare_data(root: Path, force: bool) -> bool:
-    return run_stage(root, "prepare_data", force=force)
+    ran = run_stage(root, "prepare_data", force=force)
+    if ran:
+        paths = Paths(root)
+        publish_data(read_params(paths.params), paths)
+    return ran
 
 
 @task(name="probe_hardware")
