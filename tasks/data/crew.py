@@ -45,6 +45,10 @@ def _start() -> None:
     pa.set_cpu_count(1)
 
 
+class WorkerLost(UserError):
+    """A worker process ended before its work did."""
+
+
 class Crew:
     """`size` worker processes, or none: then the work is done here, which for little work is quicker."""
 
@@ -81,7 +85,7 @@ class Crew:
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
-            raise UserError(
+            raise WorkerLost(
                 "a process that prepares rows was killed, most often since memory ran out; free some and start "
                 "again: what is finished is not done again"
             ) from None
