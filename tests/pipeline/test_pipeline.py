@@ -172,7 +172,7 @@ def test_prefect_shows_what_was_prepared(finished: Workspace) -> None:
     splits = {line["name"]: line["rows"] for line in lines if line["part"] == "split"}
     assert splits == {"train": manifest.train.rows, "validation": manifest.validation.rows}
     assert "data:image/png;base64,iVBOR" in kept["data-picture"]
-    assert "<|im_end|>\u27e7" in kept["data-rows"] or "<|im_end|>⟧" in kept["data-rows"]
+    assert "<|im_end|>⟧" in json.loads(kept["data-rows"])
 
 
 def test_a_registered_model_answers(finished: Workspace) -> None:
