@@ -32,7 +32,9 @@ class Prompt:
     @classmethod
     def read(cls, text: str) -> Prompt | None:
         """The inverse of `written`."""
-        found: dict[str, Any] = json.loads(text)
+        found: Any = json.loads(text)
+        if isinstance(found, list):  # as it stood there before prompts had tools
+            return cls(found) if found else None
         return cls(**found) if found else None
 
     @property

@@ -62,6 +62,7 @@ def test_a_text_has_no_prompt() -> None:
     text = Row((("assistant", "all of it is learnt"),), "g", "w", "text")
     assert Prompt.of(text) is None and Prompt.read(written(None)) is None
     assert Prompt.of(completion("a", "b")).shown == "a"
+    assert Prompt.read('[{"role": "user", "content": "q"}]').shown == "q" and Prompt.read("[]") is None
     assert Prompt([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]).shown == "s\nq"
 
 
