@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,17 +22,8 @@ class Prompt:
     text: str | None = None
 
     @classmethod
-    def of(cls, row: Row) -> Prompt | None:
-        """None for a plain text, all of which is learnt: nothing stands before it."""
-        if row.kind == "text":
-            return None
-        if row.kind == "completion":
-            return cls(text="".join(content for _, content in row.messages[:-1]))
-        return cls(row.prompt, json.loads(row.tools) if row.tools else None)
-
-    @classmethod
     def read(cls, text: str) -> Prompt | None:
-        """The inverse of `written`."""
+        """The inverse of `prompt_of`."""
         found: Any = json.loads(text)
         if isinstance(found, list):  # as it stood there before prompts had tools
             return cls(found) if found else None
@@ -45,10 +37,14 @@ class Prompt:
         return "\n".join(str(message["content"]) for message in self.messages)
 
 
-def written(prompt: Prompt | None) -> str:
-    """As JSON, what is not there left out; {} for none."""
-    said = asdict(prompt) if prompt else {}
-    return json.dumps({key: value for key, value in said.items() if value}, ensure_ascii=False)
+def prompt_of(row: Row) -> str:
+    """The row's prompt as JSON; {} for a plain text, all of which is learnt: nothing stands before it."""
+    if row.kind == "text":
+        return "{}"
+    if row.kind == "completion":
+        return f'{{"text": {encode_basestring("".join(content for _, content in row.messages[:-1]))}}}'
+    tools = f', "tools": {row.tools}' if row.tools else ""
+    return f'{{"messages": {row.prompt_json}{tools}}}'
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:

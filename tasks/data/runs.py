@@ -7,10 +7,9 @@ bucket, and the memory for it does not depend on how many rows there are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from tasks.data.alike import word_pairs
 from tasks.data.prepared import IGNORED, target_counts
-from tasks.data.row_prompt import Prompt, written
+from tasks.data.row_prompt import prompt_of
 from tasks.data.rows import Row
 from tasks.data.split import draws
 from tasks.data.templates import Encoded
@@ -48,8 +47,7 @@ RUN_BYTES = 64 << 20  # what a worker holds before it sorts and writes
 CODEC = "lz4"
 
 
-@dataclass(frozen=True)
-class Keyed:
+class Keyed(NamedTuple):
     """A row, what it became, its position in its shard, and whether it is a later piece of a text."""
 
     row: Row
@@ -141,7 +139,7 @@ def _batch(rows: Sequence[Keyed]) -> pa.RecordBatch:
         "piece": [item.piece for item in rows],
         "input_ids": lists(tokens, lengths),
         "learnt": lists(learnt, lengths),
-        "prompt": [written(Prompt.of(item.row)) for item in rows],
+        "prompt": [prompt_of(item.row) for item in rows],
         "reference": [item.row.answer for item in rows],
         "where": [item.row.where for item in rows],
         "pairs": lists(pairs, sizes),

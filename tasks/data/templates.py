@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,11 @@ from tasks.paths import Paths
 
 OTHERWISE = "the chat template renders a longer conversation differently from its beginning"
 TWO_ROUNDS = Row((("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")), "", "")
+NONE: NDArray[np.int32] = np.zeros(0, np.int32)
 Learn = Literal["answers", "last", "all"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Encoded:
     """`input_ids` and `labels`, each of shape (tokens,), int32 (or lists); a label of -100 is not learnt."""
 
@@ -35,8 +36,7 @@ class Encoded:
     truncated: bool
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """A row before it is cut into tokens: `spans` of `text` are learnt, and `after` with them.
 
     `border`: the character before which no token may reach behind it.
@@ -244,7 +244,8 @@ class Encoder:
         if draft.everything:
             labels = ids.copy()
         else:
-            labels = np.full(len(ids), IGNORED, np.int32)
+            labels = np.empty_like(ids)
+            labels.fill(IGNORED)
             for begin, end in draft.spans:
                 first, behind = tokens.ending_by(begin), tokens.starting_before(end)
                 labels[len(before) + first : len(before) + behind] = tokens.ids[first:behind]
@@ -261,6 +262,8 @@ class Encoder:
 
     def _around(self, draft: Draft, tokens: Tokens) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Begin and end tokens, unless the text brings them itself."""
+        if not draft.before and not draft.after:
+            return NONE, NONE
         before = np.array(draft.before, np.int32)
         if len(before) and np.array_equal(tokens.ids[: len(before)], before):
             before = before[:0]

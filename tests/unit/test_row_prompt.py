@@ -15,7 +15,7 @@ from tasks.commands.chat import chat
 from tasks.commands.generate import as_learnt
 from tasks.contracts import EvalReport, Samples
 from tasks.data.prepared import IGNORED, Split
-from tasks.data.row_prompt import Prompt, prompt_ids, written
+from tasks.data.row_prompt import Prompt, prompt_ids, prompt_of
 from tasks.data.rows import Row
 from tasks.data.templates import Encoder
 from tasks.errors import UserError
@@ -51,7 +51,7 @@ def test_an_answer_begins_behind_the_ids_that_were_learnt(kind: str, begins: boo
     rows += [Row(talk, "g", "w"), Row(talk, "g", "w", tools=LOOK)]
     encoder = Encoder(tokenizer, None, 4000, "last")
     tokenizer.chat_template = encoder._template.text  # with what ensure_template finishes it by
-    asked = prompt_ids(tokenizer, [Prompt.read(written(Prompt.of(row))) for row in rows])
+    asked = prompt_ids(tokenizer, [Prompt.read(prompt_of(row)) for row in rows])
     for row, found, prompt in zip(rows, encoder.encode(rows), asked, strict=True):
         first = int(np.flatnonzero(np.asarray(found.labels) != IGNORED)[0])
         assert prompt == list(found.input_ids)[:first], row
@@ -60,8 +60,8 @@ def test_an_answer_begins_behind_the_ids_that_were_learnt(kind: str, begins: boo
 
 def test_a_text_has_no_prompt() -> None:
     text = Row((("assistant", "all of it is learnt"),), "g", "w", "text")
-    assert Prompt.of(text) is None and Prompt.read(written(None)) is None
-    assert Prompt.of(completion("a", "b")).shown == "a"
+    assert Prompt.read(prompt_of(text)) is None
+    assert Prompt.read(prompt_of(completion('a "\n\u2028', "b"))).shown == 'a "\n\u2028'
     assert Prompt.read('[{"role": "user", "content": "q"}]').shown == "q" and Prompt.read("[]") is None
     assert Prompt([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]).shown == "s\nq"
 
