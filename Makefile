@@ -32,7 +32,7 @@ test: lint
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	ELASTANE_EXAMPLES=5000 $(BIN)/python -m pytest
 
 mlflow-ui: setup
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db

@@ -11,7 +11,7 @@ from prefect import flow, task
 from prefect.client.schemas.objects import TaskRun
 from prefect.states import State
 
-from flows.artifacts import publish_plan, publish_result
+from flows.artifacts import publish_data, publish_plan, publish_result
 from flows.process import StageFailed, run_stage
 from flows.workspace import flow_lock, prepare_stores
 from tasks.contracts import BaseModelRef, DataManifest, Registration
@@ -42,7 +42,11 @@ def _is_our_fault(task_: Any, run: TaskRun, state: State[Any]) -> bool:
 
 @task(name="prepare_data")
 def prepare_data(root: Path, force: bool) -> bool:
-    return run_stage(root, "prepare_data", force=force)
+    ran = run_stage(root, "prepare_data", force=force)
+    if ran:
+        paths = Paths(root)
+        publish_data(read_params(paths.params), paths)
+    return ran
 
 
 @task(name="probe_hardware")
@@ -109,7 +113,7 @@ def finetune(workspace: str | None = None, retrain: bool = False) -> Outcome:
         UserError: params.yaml is wrong, or another run holds the workspace.
         StageFailed: a stage failed, with its exit code.
     """
-    from tasks.prepare_data import source_changed
+    from tasks.prepare_data import inputs_changed
 
     root = Path(workspace or os.getcwd()).resolve()
     os.chdir(root)
@@ -118,7 +122,7 @@ def finetune(workspace: str | None = None, retrain: bool = False) -> Outcome:
     with flow_lock(paths):
         prepare_stores(params, paths)
         ran = [
-            ("prepare_data", prepare_data(root, source_changed(params, paths))),
+            ("prepare_data", prepare_data(root, inputs_changed(params, paths))),
             ("probe_hardware", probe_hardware(root)),
             ("select_strategy", select_strategy(root)),
         ]

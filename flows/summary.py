@@ -102,6 +102,8 @@ def show(summary: Summary, console: Console) -> None:
     console.print(facts)
     if summary.samples.samples:
         console.print(_samples(summary.samples))
+    if summary.samples.note:
+        console.print(summary.samples.note, highlight=False)
     console.print("Look at the model:", style="bold")
     console.print(f"  {summary.open_mlflow}", soft_wrap=True, highlight=False)
     console.print("Look at the flow:", style="bold")

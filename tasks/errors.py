@@ -12,3 +12,7 @@ class UserError(ValueError):
 
     A stage that ends in it exits with code 2 and is never retried.
     """
+
+    def __str__(self) -> str:
+        # A file's bytes that are not UTF-8 would end whatever writes the sentence down.
+        return super().__str__().encode("utf-8", "backslashreplace").decode()

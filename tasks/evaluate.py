@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tasks.contracts import DataManifest, EvalReport, Sample, Samples, Score
 from tasks.data.prepared import Split
@@ -10,11 +11,15 @@ from tasks.params import EvaluateParams, Params
 from tasks.paths import Paths
 from tasks.stage import heartbeat, say, stage_main
 
+if TYPE_CHECKING:
+    from tasks.data.row_prompt import Prompt
+
 
 def evaluate(params: Params, paths: Paths) -> EvalReport:
     """Scores base and tuned on the same held-out rows and writes eval_report.json and samples.json.
 
-    Rows are stored by content hash, so the first `evaluate.max_rows` of them are a fixed random draw.
+    Rows are stored by content hash, so the first `evaluate.max_rows` of them are a fixed random draw. Answers are
+    generated behind the same text that a row was learnt with; a plain text has none, and counts by its loss alone.
     """
     with heartbeat("loading torch and transformers"):
         from tasks.trainer.loading import read_final
@@ -22,20 +27,22 @@ def evaluate(params: Params, paths: Paths) -> EvalReport:
     final = read_final(paths)
     split = Split.open(paths.prepared, "validation")
     rows = list(range(min(len(split), params.evaluate.max_rows or len(split))))
-    shown = rows[: params.evaluate.samples]
+    shown, note = _shown(split, rows, params.evaluate.samples)
+    if note:
+        say(f"evaluate: {note}")
     whole = final.finetuning_type == "full" or final.embeddings_trained
     both = _two_models if whole else _adapter
-    (base, base_answers), (tuned, tuned_answers) = both(params.evaluate, paths, split, rows, shown)
+    (base, base_answers), (tuned, tuned_answers) = both(
+        params.evaluate, paths, split, rows, list(shown.values())
+    )
     Samples(
         run_key=final.run_key,
+        note=note,
         samples=tuple(
-            Sample(
-                prompt="\n".join(message["content"] for message in split.prompt(row)),
-                reference=split.reference(row),
-                base=base_answer,
-                tuned=tuned_answer,
+            Sample(prompt=prompt.shown, reference=split.reference(row), base=base_answer, tuned=tuned_answer)
+            for (row, prompt), base_answer, tuned_answer in zip(
+                shown.items(), base_answers, tuned_answers, strict=True
             )
-            for row, base_answer, tuned_answer in zip(shown, base_answers, tuned_answers, strict=True)
         ),
     ).write(paths.samples)
     report = EvalReport(
@@ -52,11 +59,32 @@ def evaluate(params: Params, paths: Paths) -> EvalReport:
     return report
 
 
+def _shown(split: Split, rows: list[int], count: int) -> tuple[dict[int, Prompt], str]:
+    """The first `count` rows that an answer can be generated for, and what to say of those that it cannot."""
+    shown: dict[int, Prompt] = {}
+    plain = 0
+    for row in rows:
+        if len(shown) == count:
+            break
+        prompt = split.prompt(row)
+        if prompt is None:
+            plain += 1
+        else:
+            shown[row] = prompt
+    if not plain:
+        return shown, ""
+    which = "all held-out rows are" if plain == len(rows) else f"{plain} of the first held-out rows are"
+    return (
+        shown,
+        f"{which} plain text, which follows no prompt: they count by their loss, and no answer is generated for them",
+    )
+
+
 Judged = tuple[Score, list[str]]
 
 
 def _adapter(
-    params: EvaluateParams, paths: Paths, split: Split, rows: list[int], shown: list[int]
+    params: EvaluateParams, paths: Paths, split: Split, rows: list[int], shown: list[Prompt]
 ) -> tuple[Judged, Judged]:
     from tasks.trainer.inference import as_base
     from tasks.trainer.loading import load_tuned
@@ -70,7 +98,7 @@ def _adapter(
 
 
 def _two_models(
-    params: EvaluateParams, paths: Paths, split: Split, rows: list[int], shown: list[int]
+    params: EvaluateParams, paths: Paths, split: Split, rows: list[int], shown: list[Prompt]
 ) -> tuple[Judged, Judged]:
     from tasks.trainer.loading import inference_dtype, load_base_of, load_tokenizer, load_tuned, read_final
     from tasks.trainer.placement import place
@@ -86,16 +114,17 @@ def _two_models(
     return before, judge(tuned, tokenizer, "tuned")
 
 
-def _judge(params: EvaluateParams, split: Split, rows: list[int], shown: list[int]) -> Callable[..., Judged]:
+def _judge(
+    params: EvaluateParams, split: Split, rows: list[int], shown: list[Prompt]
+) -> Callable[..., Judged]:
     from tasks.trainer.inference import answer_what_fits, score
 
     def judge(model: object, tokenizer: object, label: str) -> Judged:
         scored = score(model, split, rows, params.batch_size, label)
-        prompts = [split.prompt(row) for row in shown]
-        if not prompts:
+        if not shown:
             return scored, []
-        with heartbeat(f"generating {len(prompts)} answers with the {label} model"):
-            return scored, answer_what_fits(model, tokenizer, prompts, params.max_new_tokens)
+        with heartbeat(f"generating {len(shown)} answers with the {label} model"):
+            return scored, answer_what_fits(model, tokenizer, shown, params.max_new_tokens)
 
     return judge
 

@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tasks.data.formats import canonical, detect
 from tasks.data.rows import BadRow
 from tasks.data.shards import first_rows
 from tasks.data.sources import fingerprint_of, size_of, sources_of
+from tasks.data.table_check import TABLES, check_tables
 from tasks.errors import UserError
 from tasks.params import Params, PrepareDataParams
 from tasks.paths import Paths
@@ -76,6 +78,21 @@ def _packs(manifest: DataManifest) -> str:
     return f"packed into {packed.packs}, {packed.fill:.1%} full, " if packed else ""
 
 
+def inputs_changed(params: Params, paths: Paths) -> bool:
+    """Whether a file that DVC does not watch, a local source or a .jinja template, is no longer what data/prepared and
+    data/base were made from.
+    """
+    if not paths.manifest.is_file():
+        return False
+    if source_changed(params, paths):
+        return True
+    if not Path(params.prepare_data.template).suffix:
+        return False  # and transformers need not be loaded to say so
+    from tasks.data.chosen_template import template_changed
+
+    return template_changed(params, paths)
+
+
 def source_changed(params: Params, paths: Paths) -> bool:
     """Whether a local source is no longer what data/prepared was made from."""
     if not paths.manifest.is_file():
@@ -111,6 +128,7 @@ def _look(wanted: PrepareDataParams, paths: Paths) -> list[Known]:
         with heartbeat(f"reading {source.name}"):
             # Hashed before it is read: if it is edited meanwhile, source_changed says so afterwards.
             fingerprint = fingerprint_of(source)
+            check_tables([(f.name, f.address, f.kind) for f in source.files], whole=_small(source))
             rows = first_rows(source, LOOKED_AT)
         form, evidence = detect(rows, source.name, source.columns, source.form)
         often = "" if source.weight == 1 else f", an epoch sees it {source.weight:g} times"
@@ -120,6 +138,11 @@ def _look(wanted: PrepareDataParams, paths: Paths) -> list[Known]:
             _refuse_bad(rows[: wanted.max_rows], source)
         known.append(Known(source, form, fingerprint))
     return known
+
+
+def _small(source: Source) -> bool:
+    """Whether its tables, if it has any, are read whole before they are read here."""
+    return sum(file.size for file in source.files if file.kind in TABLES) <= 2 * IN_PLACE_BYTES
 
 
 def _refuse_bad(rows: Sequence[RawRow | tuple[str, BadRow]], source: Source) -> None:
@@ -152,7 +175,8 @@ def _prepare(known: Sequence[Known], params: Params, paths: Paths) -> DataManife
 
     wanted = params.prepare_data
     layout = Layout.of([one.source for one in known])
-    with Crew(cores() if layout.bytes > IN_PLACE_BYTES else 0) as crew:
+    here = layout.bytes <= IN_PLACE_BYTES and all(_small(one.source) for one in known)
+    with Crew(0 if here else cores()) as crew:
         parts = prepare_parts(known, layout, params, paths, crew)
         shared = parts.shared()
         bad = BadRows.of(shared)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from tasks.stage import heartbeat, say, stage_main
 from tasks.tracking_store import find_run, open_store
 
 ALIAS = "candidate"
-SAMPLES_TABLE = "samples_table.json"
+SAMPLES_TABLE, DATA_TABLE = "samples_table.json", "data_table.json"
 
 
 def register(params: Params, paths: Paths) -> Registration:
@@ -180,21 +181,50 @@ def _log_reports(params: Params, paths: Paths, report: EvalReport, state: GitSta
         mlflow.log_text(table(plan), "plan.txt")
         mlflow.log_figure(draw(plan, params.model.name_or_path), "plan.png")
     _log_samples(Samples.read(paths.samples))
+    _log_data(params, paths)
+
+
+def _log_data(params: Params, paths: Paths) -> None:
+    """What `elastane data` shows, as a picture, a table and a page; nothing where data/prepared was not fetched."""
+    import mlflow
+
+    if not (paths.prepared / "train.arrow").is_file():
+        return
+    from rich.console import Console
+
+    from tasks.commands.data import REPORTED, look
+    from tasks.commands.data_picture import draw as picture
+    from tasks.commands.data_table import COLUMNS
+    from tasks.commands.data_table import table as lines
+    from tasks.commands.data_text import show
+
+    view = look(params, paths, "train", None, REPORTED)
+    mlflow.log_figure(picture(view), "data.png")
+    _log_table(DATA_TABLE, COLUMNS, [[line[column] for column in COLUMNS] for line in lines(view)])
+    page = Console(record=True, width=120, file=io.StringIO())
+    show(view, page)
+    mlflow.log_text(page.export_html(), "data.html")
 
 
 def _log_samples(samples: Samples) -> None:
+    columns = ("prompt", "reference", "base", "tuned")
+    _log_table(
+        SAMPLES_TABLE, columns, [[getattr(sample, name) for name in columns] for sample in samples.samples]
+    )
+
+
+def _log_table(file: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """As MLflow's tables are, which its pages show and compare over runs."""
     import mlflow
 
-    columns = ("prompt", "reference", "base", "tuned")
-    rows = [[getattr(sample, column) for column in columns] for sample in samples.samples]
     active = mlflow.active_run()
     assert active is not None
     there = {file.path for file in mlflow.MlflowClient().list_artifacts(active.info.run_id)}
-    if SAMPLES_TABLE in there:
-        # `log_table` would append to the table of an earlier evaluation.
-        mlflow.log_dict({"columns": list(columns), "data": rows}, SAMPLES_TABLE)
+    if file in there:
+        # `log_table` would append to the table of an earlier run of this stage.
+        mlflow.log_dict({"columns": list(columns), "data": list(rows)}, file)
     elif rows:
-        mlflow.log_table(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)), SAMPLES_TABLE)
+        mlflow.log_table(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)), file)
 
 
 def _log_curves(paths: Paths) -> None:

@@ -28,10 +28,15 @@ def chat(
     Arguments are those of `generate`. A turn for which the model's context has no room is said and taken back.
 
     Raises:
-        UserError: nothing trained yet.
+        UserError: nothing trained yet, or the model has no chat template.
     """
     with tuned_folder(params, paths, version) as folder:
         model, tokenizer = loaded(paths, folder)
+    if not tokenizer.chat_template:
+        raise UserError(
+            "this model has no chat template, so a conversation cannot be written for it; continue texts with "
+            "`elastane generate`, or set prepare_data.template and run again"
+        )
     from tasks.trainer.inference import generate
 
     draw(params.seed if seed is None else seed)

@@ -14,6 +14,7 @@ from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
 
+REPORTED = 2  # rows that reports show
 SplitName = Literal["train", "validation"]
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.commands.tuned import tuned_folder
 from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
 from tasks.sampling import GREEDY, Sampling
-from tasks.stage import heartbeat
+from tasks.stage import heartbeat, say
+
+if TYPE_CHECKING:
+    from tasks.data.row_prompt import Prompt
+
+LOOKED_AT = 1000  # held-out rows, a random draw
 
 
 def generate(
@@ -24,7 +30,7 @@ def generate(
     sampling: Sampling = GREEDY,
     seed: int | None = None,
 ) -> list[str]:
-    """One answer a prompt, in the order of the prompts.
+    """One answer a prompt, in the order of the prompts; see `as_learnt` for what is put around them.
 
     Args:
         max_new_tokens: None takes `evaluate.max_new_tokens`.
@@ -35,7 +41,7 @@ def generate(
     Raises:
         UserError: no prompt, one that is longer than the model's context, or nothing trained yet.
     """
-    wanted = [prompt.strip() for prompt in prompts if prompt.strip()]
+    wanted = [prompt for prompt in prompts if prompt.strip()]
     if not wanted:
         raise UserError("generate got no prompt; give one in quotes, or --file with a prompt a line")
     if base and version:
@@ -47,9 +53,27 @@ def generate(
 
         draw(params.seed if seed is None else seed)
         length = max_new_tokens or params.evaluate.max_new_tokens
-        conversations = [[{"role": "user", "content": prompt}] for prompt in wanted]
+        asked = as_learnt(paths, tokenizer, wanted)
         with heartbeat(f"generating {len(wanted)} answer(s)"):
-            return answers(model, tokenizer, conversations, length, sampling)
+            return answers(model, tokenizer, asked, length, sampling)
+
+
+def as_learnt(paths: Paths, tokenizer: Any, texts: Sequence[str]) -> list[Prompt]:
+    """Each text as a question written by the chat template; or as it stands, to be continued, where no held-out row of
+    `data/prepared/` is a conversation, or the tokenizer has no template.
+    """
+    from tasks.data.prepared import Split
+    from tasks.data.row_prompt import Prompt
+
+    bare = not tokenizer.chat_template
+    if not bare and (paths.prepared / "validation.arrow").is_file():
+        split = Split.open(paths.prepared, "validation")
+        prompts = (split.prompt(row) for row in range(min(len(split), LOOKED_AT)))
+        bare = all(prompt is None or prompt.text is not None for prompt in prompts)
+    if bare:
+        say("prompts are continued as they stand, since what is learnt here has no chat template around it")
+        return [Prompt(text=text) for text in texts]
+    return [Prompt([{"role": "user", "content": text.strip()}]) for text in texts]
 
 
 def loaded(paths: Paths, folder: Path | None) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.commands.generate import as_learnt
 from tasks.params import read_params
 from tasks.paths import Paths
 
@@ -28,8 +29,8 @@ class ServedModel:
         from tasks.trainer.inference import generate
 
         prompts = model_input.iloc[:, 0] if hasattr(model_input, "iloc") else model_input
-        conversations = [[{"role": "user", "content": str(prompt)}] for prompt in prompts]
-        return generate(self._model, self._tokenizer, conversations, self._length)
+        asked = as_learnt(self._paths, self._tokenizer, [str(prompt) for prompt in prompts])
+        return generate(self._model, self._tokenizer, asked, self._length)
 
 
 def _load_pyfunc(path: str) -> ServedModel:

@@ -35,7 +35,10 @@ class EvalReport(Contract):
 
 
 class Samples(Contract):
+    """`note` says why some held-out rows have no answers here; "" where there is nothing to say."""
+
     run_key: str
+    note: str = ""
     samples: tuple[Sample, ...]
 
 

@@ -116,6 +116,7 @@ def _rows(
     mends = {name: mend_of(schema.field(name).type) for name in names}
     number = first
     for batch in batches:
+        _check(batch)
         try:
             rows: list[Any] = _values(batch, mends)
         except (ValueError, OverflowError, pa.ArrowException):
@@ -123,6 +124,19 @@ def _rows(
         for row in rows:
             yield number, row
             number += 1
+
+
+def _check(batch: pa.RecordBatch) -> None:
+    """Refuses a batch whose parts point outside of it; text that is not UTF-8 is one row's fault.
+
+    Raises:
+        ArrowInvalid: the file is damaged.
+    """
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
 
 
 def _values(batch: pa.RecordBatch, mends: dict[str, Mend | None]) -> list[dict[str, Any]]:

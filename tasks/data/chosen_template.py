@@ -1,6 +1,7 @@
 """Puts the chat template into `data/base/`, so that whatever writes a prompt later writes the one that was learnt.
 
-`published.json` beside it keeps what the model came with wherever something else stands there now.
+`published.json` beside it keeps what the model came with wherever something else stands there now, and the hash of a
+.jinja file of the user's.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ def ensure_template(params: Params, paths: Paths) -> Choice | None:
         say(f"prepare_data: prompts are {_called(choice.name)}, since {choice.evidence}")
         for note in Encoder(tokenizer, choice.text, wanted.max_length, wanted.learn).notes:
             say(f"  {note}")
-    if files == published["files"]:
+    given = _digest(params, paths)
+    if files == published["files"] and given is None:
         (base / PUBLISHED).unlink(missing_ok=True)
     else:
-        published["given"] = _digest(params, paths)
+        published["given"] = given
         write_text(
             base / PUBLISHED, json.dumps(published, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         )

@@ -70,6 +70,10 @@ def settle() -> None:
     gc.set_threshold(COLLECTED_AT)
 
 
+class WorkerLost(UserError):
+    """A worker process ended before its work did."""
+
+
 class Crew:
     """`size` worker processes, or none: then the work is done here, which for little work is quicker."""
 
@@ -104,7 +108,7 @@ class Crew:
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
-            raise UserError(
+            raise WorkerLost(
                 "a process that prepares rows was killed, most often since memory ran out; free some and start "
                 "again: what is finished is not done again"
             ) from None

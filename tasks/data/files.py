@@ -106,7 +106,8 @@ def _faults() -> tuple[type[BaseException], ...]:
 
     from aiohttp import ClientError
 
-    return (OSError, EOFError, lzma.LZMAError, pa.ArrowException, ClientError)
+    # A table's columns may have names that are not UTF-8; its cells never come here.
+    return (OSError, EOFError, lzma.LZMAError, pa.ArrowException, ClientError, UnicodeDecodeError)
 
 
 def open_raw(address: str) -> BinaryIO:

@@ -247,7 +247,7 @@ def _chat(view: View, images: list[ImageRef]) -> tuple[Kind, list[Turn]]:
 
 def _completion(view: View, images: list[ImageRef]) -> tuple[Kind, list[Turn]]:
     halves = {name: _text_of(view, name) for name in ("prompt", "completion")}
-    if all(isinstance(half, str) and not half.lstrip().startswith("[{") for half in halves.values()):
+    if all(_is_plain(half) for half in halves.values()):
         return "completion", [Turn("user", halves["prompt"]), Turn("assistant", halves["completion"])]
     for name, half in halves.items():
         if half is None:
@@ -260,6 +260,13 @@ def _completion(view: View, images: list[ImageRef]) -> tuple[Kind, list[Turn]]:
     return "chat", _system(view) + before + chat_turns(
         listed(halves["completion"], "completion", view), view, images
     )
+
+
+def _is_plain(half: Any) -> bool:
+    """Whether it is a text (or a number in its place, which is mended or refused later) and no list of turns."""
+    if isinstance(half, str):
+        return not half.lstrip().startswith("[{")
+    return isinstance(half, int | float) and not isinstance(half, bool)
 
 
 def _text(view: View, images: list[ImageRef]) -> tuple[Kind, list[Turn]]:

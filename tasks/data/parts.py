@@ -14,17 +14,18 @@ from functools import partial
 from pathlib import Path
 
 from tasks.data.accounts import Shared
-from tasks.data.crew import Crew
+from tasks.data.crew import Crew, WorkerLost
 from tasks.data.merge import Merge, Run
 from tasks.data.shard_work import Job, ShardReport, finished, prepare_shard
 from tasks.data.shards import Shard, shards_of
 from tasks.data.sources import Source, size_of
+from tasks.data.table_check import check_tables
 from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
 from tasks.stage import progress, say
 
-VERSION = 1  # to be raised whenever the same rows become other tokens, or runs have another form
+VERSION = 2  # to be raised whenever the same rows become other tokens, or runs have another form
 LIBRARIES = ("transformers", "tokenizers", "pyarrow")  # what they give may change with them
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
 
@@ -120,7 +121,7 @@ def prepare_parts(known: Sequence[Known], layout: Layout, params: Params, paths:
     size, read = layout.bytes, 0
     with progress("prepare rows", None) as bar:
         work = partial(prepare_shard, tick=bar.update) if crew.alone else prepare_shard
-        for report in crew.ordered(work, begun()):
+        for report in _named(parts, crew.ordered(work, begun())):
             if report.stopped is not None:
                 _remove_empty(paths.preparing)
                 raise UserError(report.stopped.sentence)
@@ -130,6 +131,16 @@ def prepare_parts(known: Sequence[Known], layout: Layout, params: Params, paths:
             bar.total = round(rows * size / read) if read else None
             bar.update(rows - bar.n)
     return parts
+
+
+def _named(parts: Parts, reports: Iterator[ShardReport]) -> Iterator[ShardReport]:
+    """The reports; where a worker died of a damaged table, an error that names the file."""
+    try:
+        yield from reports
+    except WorkerLost:
+        shards = [job.shard for job in parts.jobs[len(parts.reports) :]]
+        check_tables([(shard.name, shard.address, shard.kind) for shard in shards], whole=True)
+        raise
 
 
 def _todo(known: Sequence[Known], layout: Layout, params: Params, paths: Paths) -> list[tuple[int, Job]]:

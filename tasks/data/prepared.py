@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from tasks.errors import UserError
+
+if TYPE_CHECKING:
+    from tasks.data.row_prompt import Prompt
 
 IGNORED = -100  # the label of a token that is not learnt
 
@@ -65,10 +67,11 @@ class Split:
             counts.append(target_counts(chunk.flatten().to_numpy() != IGNORED, lengths))
         return _joined(counts)
 
-    def prompt(self, row: int) -> list[dict[str, str]]:
-        """The messages before the last answer, as `apply_chat_template` takes them."""
-        messages: list[dict[str, str]] = json.loads(self.table.column("prompt")[row].as_py())
-        return messages
+    def prompt(self, row: int) -> Prompt | None:
+        """What the last answer follows; None for a plain text."""
+        from tasks.data.row_prompt import Prompt
+
+        return Prompt.read(self.table.column("prompt")[row].as_py())
 
     def reference(self, row: int) -> str:
         return str(self.table.column("reference")[row].as_py())

@@ -49,8 +49,13 @@ class Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         self.text = text
         self._values = dict(tokenizer.special_tokens_map)
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = sorted({*map(str, tokenizer.all_special_tokens), *added}, key=len, reverse=True)
+        added = list(tokenizer.added_tokens_decoder.values())
+        special = {
+            *map(str, tokenizer.all_special_tokens),
+            *(token.content for token in added if token.special),
+        }
+        self._special = sorted(special, key=len, reverse=True)
+        self._added = sorted((token.content for token in added), key=len, reverse=True)
         self._ends = {token for token in (tokenizer.bos_token, tokenizer.eos_token) if token}
 
     def render(self, messages: Messages, tools: list[Any] | None = None, opened: bool = False) -> str:
@@ -115,9 +120,11 @@ class Template:
 
     @cached_property
     def stop(self) -> str:
-        """The special token that ends an answer: the first in its end mark, else what opens the next turn."""
-        if self.end_mark:
-            return self._special_in(self.end_mark)
+        """The special token that ends an answer: the first in its end mark (else one that was added to the vocabulary
+        and begins the mark), and without a mark what opens the next turn.
+        """
+        if mark := self.end_mark.lstrip():
+            return self._special_in(mark) or next(filter(mark.startswith, self._added), "")
         text = self.render(stand_ins(("user", "assistant", "user")))
         return self.special_at(text, text.find("zq1qz") + len("zq1qz"))
 

@@ -120,6 +120,8 @@ class BadRow(Exception):
     """
 
     def __init__(self, reason: str, fix: str, found: str = "", allowed: str = "") -> None:
+        # The name of a column may hold what no file can be written with.
+        reason, fix, found, allowed = map(writable, (reason, fix, found, allowed))
         super().__init__(reason, fix, found, allowed)
         self.reason, self.fix, self.found, self.allowed = reason, fix, found, allowed
 
@@ -131,6 +133,11 @@ class BadRow(Exception):
         """The row's entry in rejected.jsonl; `where` is "file: row 3"."""
         entry = {"where": where, "reason": self.reason, "found": self.found, "allowed": self.allowed}
         return {key: value for key, value in {**entry, "fix": self.fix}.items() if value}
+
+
+def writable(text: str) -> str:
+    """`text` with lone surrogates spelt out."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def quoted(value: object, length: int = 60) -> str:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tasks.data.alike import word_pairs
 from tasks.data.prepared import IGNORED, target_counts
+from tasks.data.row_prompt import prompt_of
 from tasks.data.rows import Row
 from tasks.data.split import draws
 from tasks.data.templates import Encoded
@@ -138,7 +139,7 @@ def _batch(rows: Sequence[Keyed]) -> pa.RecordBatch:
         "piece": [item.piece for item in rows],
         "input_ids": lists(tokens, lengths),
         "learnt": lists(learnt, lengths),
-        "prompt": [item.row.prompt_json for item in rows],
+        "prompt": [prompt_of(item.row) for item in rows],
         "reference": [item.row.answer for item in rows],
         "where": [item.row.where for item in rows],
         "pairs": lists(pairs, sizes),

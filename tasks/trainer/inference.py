@@ -7,7 +7,6 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from jinja2.exceptions import TemplateError
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -15,20 +14,21 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from tasks.contracts import Score
 from tasks.data.order import MicroBatch
 from tasks.data.prepared import Split
+from tasks.data.row_prompt import Prompt, prompt_ids
 from tasks.errors import UserError
 from tasks.sampling import GREEDY, Sampling
 from tasks.stage import lively
 from tasks.trainer.loop import collate
 from tasks.trainer.placement import device
 
-Messages = list[dict[str, str]]
+Asked = Prompt | list[dict[str, str]]  # messages alone are a conversation without tools
 BATCH = 16  # prompts at once
 
 
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Messages],
+    asked: Sequence[Asked],
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
 ) -> list[str]:
@@ -40,7 +40,7 @@ def generate(
     Raises:
         UserError: a prompt leaves no room for an answer in the model's context, or holds a token that the model lacks.
     """
-    prompts = encoded(tokenizer, conversations)
+    prompts = encoded(tokenizer, asked)
     rooms = [min(max_new_tokens, _room(model, ids)) for ids in prompts]
     for number, (ids, room) in enumerate(zip(prompts, rooms, strict=True), 1):
         if room < 1:
@@ -58,25 +58,19 @@ def generate(
 def answer_what_fits(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Messages],
+    asked: Sequence[Asked],
     max_new_tokens: int,
 ) -> list[str]:
     """As `generate`; where it would refuse a prompt, the answer is empty."""
-    fits = [_room(model, ids) > 0 for ids in encoded(tokenizer, conversations)]
-    kept = [conversation for conversation, fit in zip(conversations, fits, strict=True) if fit]
+    fits = [_room(model, ids) > 0 for ids in encoded(tokenizer, asked)]
+    kept = [one for one, fit in zip(asked, fits, strict=True) if fit]
     answers = iter(generate(model, tokenizer, kept, max_new_tokens))
     return [next(answers) if fit else "" for fit in fits]
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Messages]) -> list[list[int]]:
-    """Token ids of each conversation up to where its answer begins. The template alone writes a begin token."""
-    if not conversations:
-        return []
-    texts = [
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        for messages in conversations
-    ]
-    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+def encoded(tokenizer: PreTrainedTokenizerBase, asked: Sequence[Asked]) -> list[list[int]]:
+    """Token ids of each prompt or conversation up to where its answer begins."""
+    return prompt_ids(tokenizer, [one if isinstance(one, Prompt) else Prompt(one) for one in asked])
 
 
 def _room(model: PreTrainedModel, ids: list[int]) -> int:
@@ -156,12 +150,12 @@ def _configured(model: PreTrainedModel, wanted: GenerationConfig) -> Iterator[No
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens that end an answer: those that model and tokenizer name, and the one that the chat template ends a turn
-    with, to which what is learnt of a row reaches, whether or not the model's files name it.
+    """Tokens that end an answer: those that the tokenizer names and the model's generation config, which is that of
+    `data/base/` and there names the end mark of the chat template, too (`ensure_template`).
     """
     named = model.generation_config.eos_token_id
     found = {*named} if isinstance(named, list) else {named}
-    return {token for token in (*found, tokenizer.eos_token_id, end_of_turn(tokenizer)) if token is not None}
+    return {token for token in (*found, tokenizer.eos_token_id) if token is not None}
 
 
 def _until(ids: list[int], stops: Collection[int]) -> list[int]:
@@ -201,15 +195,3 @@ def as_base(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """An adapter model with its adapter switched off."""
     with model.disable_adapter():
         yield model
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that the chat template writes behind an answer; None where that is no token of its own."""
-    asked, answer = [{"role": "user", "content": "a"}], "Zq7"
-    try:
-        talk = [*asked, {"role": "assistant", "content": answer}]
-        whole = str(tokenizer.apply_chat_template(talk, tokenize=False))
-    except (TemplateError, ValueError):  # it refuses such a talk, or there is none
-        return None
-    behind = tokenizer(whole.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    return int(behind[0]) if behind and behind[0] in tokenizer.added_tokens_decoder else None

@@ -174,6 +174,9 @@ def test_recomputed_layers_change_nothing(reference: dict[str, tuple[Path, Train
     assert_same(one, train(root, tiny.params(), plan, run_key=level), start_weights(root))
 
 
+# Quick: test_export.py::test_round_trip, whose quick cases have one of qlora, merged and as an adapter; and of
+# tests/unit/test_quantize.py test_back_to_plain_layers and test_codes_are_bitsandbytes_and_scales_at_least_as_near.
+@pytest.mark.slow
 def test_exports(reference: dict[str, tuple[Path, Trained]], tmp_path: Path) -> None:
     """Merged weights are the numbers of the adapter's base; plain libraries open both."""
     root, one = reference["qwen2"]

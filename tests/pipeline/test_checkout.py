@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 
 from tasks.contracts import FinalManifest, TrainPerformance, TrainReport
 from tasks.paths import Paths
+from tests import tiny
 from tests.pipeline.kill import forget_training, processes, wait_until
 from tests.pipeline.workspace import Workspace
 
@@ -54,6 +56,20 @@ def half_trained(workspace: Workspace, least: int) -> Path:
     return run()
 
 
+def test_no_output_of_a_stage_holds_resumable_state() -> None:
+    """As an output, `dvc checkout` would delete it."""
+    paths = Paths(tiny.REPOSITORY)
+    stages = YAML(typ="safe").load((paths.root / "dvc.yaml").read_text())["stages"].values()
+    listed = [out for stage in stages for kind in ("outs", "plots", "metrics") for out in stage.get(kind, ())]
+    outs = {paths.root / (next(iter(out)) if isinstance(out, dict) else out) for out in listed}
+    assert paths.final in outs and paths.prepared in outs
+    for kept in (paths.run("key"), paths.flow_lock, paths.preparing, paths.prefect_home):
+        assert not outs & {kept, *kept.parents}
+
+
+# Quick tests hold the parts of it: the one above; test_kill.py (a killed run goes on from its checkpoint, bit for
+# bit); of test_pipeline.py test_a_new_recipe_trains_and_going_back_does_not and test_a_deleted_output_comes_back.
+@pytest.mark.slow
 def test_an_older_revision_and_back_loses_no_unfinished_run(finished: Workspace, tmp_path: Path) -> None:
     workspace = finished.copy(tmp_path / "workspace")
     paths = Paths(workspace.root)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from prefect.states import Failed
 
-from flows.finetune import _is_our_fault
+from flows.finetune import _is_our_fault, finetune
 from flows.process import StageFailed
 from flows.workspace import prepare_stores
 from tasks.contracts import PlanReport, Resolved
@@ -220,3 +220,18 @@ def test_nothing_outlives_the_flow(paths: Paths, sleeping: subprocess.Popen[byte
             process.kill()
     with paths.flow_lock.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_prepare_data_is_forced_where_a_file_that_dvc_does_not_watch_has_changed(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    """That rows and templates are such files is tests/unit/test_prepare_data.py's."""
+    monkeypatch.setattr("tasks.prepare_data.inputs_changed", lambda params, where: changed)
+    asked: list[tuple[object, ...]] = []
+    for name in SECTIONS:
+        monkeypatch.setattr(f"flows.finetune.{name}", lambda *given: asked.append(given) or False)
+    monkeypatch.chdir(paths.root)
+    finetune.fn(str(paths.root))
+    root = paths.root.resolve()
+    assert asked == [(root, changed), (root,), (root,), (root, False), (root,), (root,)]

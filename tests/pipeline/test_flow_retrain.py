@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.finetune import forget_training
-from tasks.contracts import TrainReport
+from flows.finetune import _register_again, forget_training
+from tasks.contracts import Registration, TrainReport
 from tasks.params import read_params
 from tasks.paths import Paths
+from tasks.tracking_store import StoreOutOfReach
+from tests import tiny
 from tests.pipeline.workspace import Workspace
 
 pytestmark = pytest.mark.timeout(500)
@@ -36,6 +38,45 @@ def test_retraining_asks_no_remote_and_gives_the_same_weights(finished: Workspac
     assert not (paths.final / "manifest.old.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("missing", "again"),
+    [
+        (None, False),
+        ("the run r is not in sqlite:///x", True),
+        (StoreOutOfReach("x", OSError("refused")), False),
+    ],
+    ids=["nothing", "lost", "out of reach"],
+)
+def test_register_runs_again_where_the_store_has_lost_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    missing: str | Exception | None,
+    again: bool,
+) -> None:
+    """What is missing is told by tests/pipeline/test_register.py; here, what the flow makes of it."""
+    paths = Paths(tmp_path)
+    tiny.write_params(tmp_path)
+    facts = {"run_key": "k", "content_hash": "c", "mlflow_run_id": "r", "model_name": "elastane"}
+    Registration(**facts, version=1, alias="candidate", reason="registered").write(paths.registration)
+
+    def look(registration: Registration, *_: object) -> str | None:
+        assert registration.mlflow_run_id == "r"
+        if isinstance(missing, Exception):
+            raise missing
+        return missing
+
+    ran: list[tuple[object, ...]] = []
+    monkeypatch.setattr("flows.finetune.what_is_missing", look)
+    monkeypatch.setattr("flows.finetune.run_stage", lambda *given, force: ran.append((*given, force)) or True)
+    assert _register_again(paths) is again
+    assert ran == ([(paths.root, "register", True)] if again else [])
+    assert bool(capsys.readouterr().err) is (missing is not None), "it is said"
+
+
+# Quick: the test above, test_register.py::test_what_the_store_has_lost_is_named, and
+# test_pipeline.py::test_an_unchanged_repro_runs_only_the_probe_and_fast.
+@pytest.mark.slow
 def test_a_deleted_store_is_filled_again(finished: Workspace, tmp_path: Path) -> None:
     workspace = finished.copy(tmp_path / "workspace")
     (workspace.root / "mlflow.db").unlink()

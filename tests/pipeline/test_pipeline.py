@@ -12,7 +12,7 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
-from tasks.contracts import EvalReport, PlanReport, Registration, TrainReport
+from tasks.contracts import DataManifest, EvalReport, PlanReport, Registration, TrainReport
 from tasks.errors import UserError
 from tasks.params import SECTIONS
 from tasks.paths import Paths
@@ -158,6 +158,21 @@ def test_everything_is_in_mlflow(finished: Workspace) -> None:
     files = {path.name for path in (finished.root / "mlartifacts").rglob("*") if path.is_file()}
     assert {"params.yaml", "dvc.lock", "git.diff", "plan.json", "samples_table.json", "MLmodel"} <= files
     assert {"plan.txt", "plan.png"} <= files
+    assert {"data.png", "data_table.json", "data.html"} <= files
+
+
+def test_prefect_shows_what_was_prepared(finished: Workspace) -> None:
+    """The content itself is tests/unit/test_data_report.py's."""
+    store = next((finished.root / "runs" / "prefect").glob("prefect.db"))
+    with sqlite3.connect(f"file:{store}?mode=ro", uri=True) as opened:
+        kept = dict(opened.execute("select key, data from artifact where key is not null").fetchall())
+    assert {"data", "data-picture", "data-rows", "plan", "result"} <= kept.keys()
+    lines = json.loads(json.loads(kept["data"]) if kept["data"].startswith('"') else kept["data"])
+    manifest = DataManifest.read(Paths(finished.root).manifest)
+    splits = {line["name"]: line["rows"] for line in lines if line["part"] == "split"}
+    assert splits == {"train": manifest.train.rows, "validation": manifest.validation.rows}
+    assert "data:image/png;base64,iVBOR" in kept["data-picture"]
+    assert "<|im_end|>⟧" in json.loads(kept["data-rows"])
 
 
 def test_a_registered_model_answers(finished: Workspace) -> None:

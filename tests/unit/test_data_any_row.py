@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from tasks.data.columns import NAMES
 from tasks.data.formats import RawRow, canonical
 from tasks.data.rows import ROLES, BadRow
 from tasks.data.turns import OBVIOUS, REFUSED_OF_TURN, SPEAKERS
+
+EXAMPLES = int(os.environ.get("ELASTANE_EXAMPLES", "300"))  # `make test-all` tries 5,000
 
 texts = st.sampled_from(
     ["", " ", "q", "<image>", "[]", "{}", "[{", '[{"role": "user"}]', "\ud800", "caf\udce9", "é"]
@@ -45,7 +48,7 @@ rows = st.dictionaries(keys, values, max_size=5) | st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(rows | values, st.booleans(), st.sampled_from(["auto", "alpaca", "chat", "completion", "text"]))
 def test_any_row_is_learnt_from_or_refused(content: Any, repair: bool, form: Any) -> None:
     before = repr(content)

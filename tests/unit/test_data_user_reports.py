@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
-from tests.unit.reading import read, write_lines
+from tasks.data.formats import canonical
+from tasks.data.shards import read_shard, shards_of
+from tasks.data.templates import Encoder
+from tests import tiny
+from tests.unit.reading import read, source, write_lines
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -55,20 +61,28 @@ def test_a_path_is_one_picture_not_as_many_as_it_has_letters(tmp_path: Path, key
     assert bad["r.jsonl: line 3"].endswith("0 marks, 1 image")
 
 
+@pytest.mark.parametrize("many", [6000, pytest.param(300_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("missing", ["null", "absent"])
-def test_a_column_that_begins_empty_loads_in_any_order(tmp_path: Path, missing: str) -> None:
-    """huggingface/datasets#7222: null for long, then text; other libraries fix the type by the first block."""
+def test_a_column_that_begins_empty_loads_in_any_order(tmp_path: Path, missing: str, many: int) -> None:
+    """huggingface/datasets#7222: null for long, then text; other libraries fix the type by the first block.
+
+    6,000 rows of 240 bytes are several blocks of any reader that looks at one block; the report's own are 300,000.
+    """
     empty: dict[str, Any] = {"instruction": "q", "output": "o" * 200} | (
         {"system": None} if missing == "null" else {}
     )
     filled = {"instruction": "q", "output": "a", "system": "s"}
-    many = 6000  # of 240 bytes: several blocks of any reader that looks at one block
     found = []
     for name, rows in (("late.jsonl", [empty] * many + [filled]), ("early.jsonl", [filled] + [empty] * many)):
         write_lines(tmp_path / name, rows)
-        kept, bad = read(tmp_path, name, target=1 << 20)
-        assert not bad and len(kept) == many + 1
-        found.append(sorted(row.id for row in kept))
+        source_ = source(tmp_path, name)
+        ids = Counter(
+            canonical(row, source_.form, source_.columns).id
+            for shard in shards_of([source_], 1 << 20)
+            for row in read_shard(shard)
+        )
+        assert sorted(ids.values()) == [1, many]
+        found.append(ids)
     assert found[0] == found[1]
 
 
@@ -152,6 +166,31 @@ def test_a_tool_has_its_own_parameters_only(tmp_path: Path, name: str) -> None:
     for row, written, other in zip(kept, tool_rows(), ("bbb", "aaa", "aaa"), strict=True):
         assert json.loads(row.tools) == [{"type": "function", "function": written["tools"][0]}]
         assert other not in row.tools and "null" not in row.tools and "None" not in row.tools
+
+
+BY_PARAMETER = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}("
+    "{% for name, of in tool.function.parameters.properties.items() %}"
+    "{{ name }}: {{ of.type }} # {{ of.description }}{% endfor %})\n{% endfor %}" + tiny.CHATML
+)
+DUMPED = "{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}" + tiny.CHATML
+
+
+@pytest.mark.parametrize("template", [BY_PARAMETER, DUMPED], ids=["by parameter", "dumped"])
+@pytest.mark.parametrize("name", ["r.jsonl", "r.json", "r.parquet", "r.arrow"])
+def test_a_prompt_names_the_parameters_of_its_own_tool_only(tmp_path: Path, name: str, template: str) -> None:
+    """modelscope/ms-swift#10125: the others' leaked into the rendered prompt, as null or None."""
+    write_tools(tmp_path / name)
+    kept, bad = read(tmp_path, name)
+    tiny.write_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    found = Encoder(tokenizer, template, 4000, "answers").encode(kept)
+    prompts = [tokenizer.decode(one.input_ids) for one in found]
+    assert not bad and len(prompts) == 3
+    for prompt, tool, own in zip(prompts, ("first", "second", "third"), ("aaa", "bbb", ""), strict=True):
+        assert tool in prompt and prompt.endswith("a<|im_end|>\n") and (not own or f"the {own}" in prompt)
+        for other in {"aaa", "bbb", "null", "None"} - {own}:
+            assert other not in prompt
 
 
 def test_arguments_of_calls_do_not_mix_in_a_table_either(tmp_path: Path) -> None:

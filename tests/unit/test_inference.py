@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.commands import chat as chat_command
 from tasks.commands.generate import generate as generate_command
+from tasks.data.chosen_template import ensure_template
 from tasks.errors import UserError
 from tasks.paths import Paths
 from tasks.sampling import GREEDY, Sampling
-from tasks.trainer.inference import answer_what_fits, context_length, encoded, end_of_turn, generate, stop_ids
+from tasks.trainer.inference import answer_what_fits, context_length, encoded, generate, stop_ids
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,32 +102,36 @@ def test_an_answer_ends_at_any_of_several_end_tokens(folders: dict[str, Path]) -
         assert told == tokenizer.decode(whole[:end], skip_special_tokens=True).strip()
 
 
-def test_the_templates_end_of_turn_stops_whatever_the_files_name(folders: dict[str, Path]) -> None:
-    model, tokenizer = opened(folders["llama"])
-    model.generation_config.eos_token_id = None
-    tokenizer.eos_token = None
-    assert stop_ids(model, tokenizer) == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
-
-
 @pytest.mark.parametrize(
     ("behind", "found"),
     [
         ("{{ '<think></think>' }}{{ message['content'] }}<|im_end|>\n", "<|im_end|>"),
         ("{{ message['content'] }}\n\n<|im_end|>", "<|im_end|>"),
-        ("{{ message['content'] }}\n", None),
-        ("{{ message['content'] }} END", None),
+        ("{{ message['content'] }} END<|im_end|>", "<|im_end|>"),
+        ("{{ message['content'] }}</done>\n", "</done>"),
+        ("{{ message['content'] }}\n", ""),
+        ("{{ message['content'] }} END", ""),
     ],
 )
-def test_the_token_behind_an_answer(folders: dict[str, Path], behind: str, found: str | None) -> None:
-    _, tokenizer = opened(folders["llama"])
-    tokenizer.add_tokens(["<think>", "</think>"])
+def test_the_token_behind_an_answer_ends_it(tmp_path: Path, behind: str, found: str) -> None:
+    """Whether or not the model's files name it: `data/base/` does, and no other place is asked."""
+    tiny.write_model(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    tokenizer.eos_token = None
+    tokenizer.add_tokens(["<think>", "</think>", "</done>"])
     turn = (
         "{% if message['role'] == 'assistant' %}"
         + behind
         + "{% else %}Q: {{ message['content'] }}\n{% endif %}"
     )
     tokenizer.chat_template = "{% for message in messages %}" + turn + "{% endfor %}"
-    assert end_of_turn(tokenizer) == (found and tokenizer.convert_tokens_to_ids(found))
+    paths = Paths(tmp_path)
+    tiny.write_model(paths.base)
+    tokenizer.save_pretrained(paths.base)
+    (paths.base / "generation_config.json").write_text('{"eos_token_id": null}')
+    ensure_template(tiny.params(), paths)
+    model, written = opened(paths.base)
+    assert stop_ids(model, written) == ({written.convert_tokens_to_ids(found)} if found else set())
 
 
 # --- the context --------------------------------------------------------------------------------

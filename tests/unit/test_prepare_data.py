@@ -18,7 +18,7 @@ from tasks.data.rows import BadRow, Row
 from tasks.data.templates import encode
 from tasks.errors import UserError
 from tasks.paths import Paths
-from tasks.prepare_data import prepare_data, source_changed
+from tasks.prepare_data import inputs_changed, prepare_data, source_changed
 from tests import tiny
 
 
@@ -96,7 +96,7 @@ def test_every_row_is_accounted_for(tmp_path: Path, model: Path) -> None:
     assert len(train) == manifest.train.rows
     assert int(train.lengths().sum()) == manifest.train.tokens
     assert int(train.target_counts().sum()) == manifest.train.target_tokens
-    assert train.prompt(0)[-1]["role"] == "user"
+    assert train.prompt(0).messages[-1]["role"] == "user"
     assert train.reference(0).startswith("it is")
 
 
@@ -226,10 +226,10 @@ def test_a_tokenizer_without_template_is_given_its_familys_or_refused(tmp_path: 
     changes = {"prepare_data.template": "mine.jinja"}
     prepared(tmp_path, folder, alpaca(20), **changes)
     assert (base / "chat_template.jinja").read_text() == mine.read_text()
-    params = tiny.params(**changes)
-    assert not template_changed(params, Paths(tmp_path))
+    params = tiny.params(**changes | {"prepare_data.source": "data/raw/rows.json"})
+    assert not template_changed(params, Paths(tmp_path)) and not inputs_changed(params, Paths(tmp_path))
     mine.write_text(mine.read_text() + " ")
-    assert template_changed(params, Paths(tmp_path))
+    assert template_changed(params, Paths(tmp_path)) and inputs_changed(params, Paths(tmp_path))
     with pytest.raises(UserError, match="template=other is unknown"):
         prepared(tmp_path, folder, alpaca(20), **{"prepare_data.template": "other"})
     prepared(tmp_path, folder, alpaca(20))
@@ -257,6 +257,19 @@ def test_a_models_own_template_comes_back_and_its_end_mark_ends_answers(tmp_path
     prepared(tmp_path, folder, alpaca(20))
     assert (base / "chat_template.jinja").read_text() == own
     assert json.loads((base / "generation_config.json").read_text())["eos_token_id"] == [0, 2]
+
+
+def test_a_copy_of_the_models_own_template_is_watched_too(tmp_path: Path, model: Path) -> None:
+    mine = tmp_path / "mine.jinja"
+    mine.write_bytes((model / "chat_template.jinja").read_bytes())
+    changes = {"prepare_data.template": "mine.jinja", "prepare_data.source": "data/raw/rows.json"}
+    prepared(tmp_path, model, alpaca(20), **changes)
+    params, paths = tiny.params(**changes), Paths(tmp_path)
+    assert not inputs_changed(params, paths)
+    mine.write_text(mine.read_text().replace("|im_start|", "|im_end|"))
+    assert inputs_changed(params, paths)
+    mine.unlink()
+    assert inputs_changed(params, paths), "the stage says that it is gone"
 
 
 def ids(folder: Path, name: str) -> set[str]:
