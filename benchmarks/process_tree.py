@@ -16,7 +16,7 @@ MIB = 2**20
 
 @contextmanager
 def host_peak(every: float = 0.5) -> Iterator[list[int]]:
-    """[bytes]: how much more of the host's memory was taken at the peak than before; on a machine used by nobody else."""
+    """[bytes]: how much more of the host's memory was taken at the peak than before; on a machine of one's own."""
     before, peak, done = psutil.virtual_memory().available, [0], threading.Event()
 
     def watch() -> None:
