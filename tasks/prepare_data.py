@@ -251,6 +251,7 @@ def _manifest(
         pieces=found.pieces + bad.pieces,
         repeated=found.repeated,
         unused=found.unused,
+        pictures=found.pictures,
         sources=tuple(sources),
         leakage=found.leakage(wanted.near_duplicate_threshold),
     )

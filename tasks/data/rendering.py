@@ -11,7 +11,9 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tasks.data.rows import BadRow
+from tasks.data.image_turns import turns
+from tasks.data.rows import BadRow, Row
+from tasks.data.vision import Vision
 from tasks.errors import UserError
 
 Messages = list[dict[str, Any]]
@@ -45,8 +47,8 @@ IN_PARTS = (
 class Template:
     """A chat template with a tokenizer's special tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-        self.text = text
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, vision: Vision | None = None) -> None:
+        self.text, self.vision = text, vision
         self._values = dict(tokenizer.special_tokens_map)
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = sorted({*map(str, tokenizer.all_special_tokens), *added}, key=len, reverse=True)
@@ -84,6 +86,22 @@ class Template:
                 "change the roles or their order, or remove the row",
             ) from None
         return texts, marks
+
+    def turns(self, row: Row) -> Messages:
+        """The row's turns as the template takes them, with its pictures' marks."""
+        return turns(row, self.vision, self.takes_parts) if row.pictures else row.chat
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether it writes the image token for a part that is an image; else images are written into the text."""
+        if self.vision is None:
+            return False
+        asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "zq0qz"}]}
+        try:
+            text = self.render([asked, *stand_ins(("user", "assistant"))[1:]])
+        except BadRow:
+            return False
+        return text.count(self.vision.token) == 1 == text.count("zq0qz")
 
     @cached_property
     def sample(self) -> str:
