@@ -26,6 +26,11 @@ MOST_BYTES = 256 << 20  # of a file
 SEE_THROUGH = ("RGBA", "LA", "PA", "RGBa", "La")
 DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 ORIENTATION = 0x0112  # the EXIF tag
+# Formats that are read. Others that Pillow knows start a program (EPS) or are no pictures; which ones there are depends
+# on how Pillow was built.
+Image.init()
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO")
+READ = tuple(name for name in FORMATS if name in Image.OPEN)
 # Formats that most programs can show; a file of another one is written again.
 KEPT_FORMATS = ("JPEG", "MPO", "PNG", "WEBP")
 # How those files begin that are images, whatever else is wrong with them.
@@ -166,14 +171,14 @@ def decode(name: str, content: bytes) -> Decoded:
 
 def open_rgb(content: bytes) -> Image.Image:
     """The picture of `Decoded.content`, RGB."""
-    return Image.open(io.BytesIO(content)).convert("RGB")
+    return Image.open(io.BytesIO(content), formats=READ).convert("RGB")
 
 
 def _opened(name: str, content: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            image: Image.Image = Image.open(io.BytesIO(content))
+            image: Image.Image = Image.open(io.BytesIO(content), formats=READ)
     except Image.DecompressionBombError as error:
         raise _too_large(name, str(error).split(",")[0]) from None
     except UnidentifiedImageError as error:
@@ -185,7 +190,7 @@ def _opened(name: str, content: bytes) -> Image.Image:
         page = head.startswith(WEB_PAGE)
         raise BadRow(
             "a web page in place of an image" if page else "a file that is no image",
-            "fetch the image itself" if page else "give a file that Pillow opens (JPEG, PNG, WebP, …)",
+            "fetch the image itself" if page else f"give one of {', '.join(READ)}",
             f"{quoted(name)} begins with {content[:16]!r}",
         ) from None
     except Exception as error:  # noqa: BLE001

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from tasks.data.images import BACKGROUND, decode, open_rgb, read_image
@@ -145,7 +147,13 @@ BAD = {
         b"\n <html><body>404",
         b"<?xml version='1.0'?>",
     ],
-    "a file that is no image": [b"hello", b"%PDF-1.7", bytes(99)],
+    "a file that is no image": [
+        b"hello",
+        b"%PDF-1.7",
+        bytes(99),
+        file_of(NOISE, "EPS"),
+        file_of(NOISE, "TGA"),
+    ],
     "an image that is damaged or cut off": [
         *(file_of(NOISE)[:cut] for cut in (10, 30, 5000)),
         *(file_of(NOISE, "JPEG")[:cut] for cut in (4, 30, 1000, -40)),
@@ -165,6 +173,32 @@ def test_what_is_no_sound_image_has_its_own_reason(reason: str) -> None:
             decode("some/a.jpg", content)
         assert error.value.reason == reason and error.value.fix
         assert "some/a.jpg" in str(error.value)
+
+
+SOUND = [content for content, _, _ in KINDS.values()]
+SOUND += [file_of(NOISE.resize((20, 20)), kind) for kind in ("JPEG", "GIF", "WEBP", "TIFF", "BMP", "PPM")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(SOUND),
+    st.lists(st.tuples(st.integers(0, 2000), st.binary(max_size=8)), max_size=4),
+    st.data(),
+)
+def test_any_bytes_are_a_picture_or_refused(
+    content: bytes, changes: list[tuple[int, bytes]], data: st.DataObject
+) -> None:
+    """Sound files, overwritten here and there and cut off."""
+    damaged = bytearray(content)
+    for place, other in changes:
+        damaged[place % len(content) : place % len(content) + len(other)] = other
+    cut = data.draw(st.integers(0, len(damaged)))
+    try:
+        found = decode("x", bytes(damaged[:cut] if cut % 3 == 0 else damaged))
+    except BadRow as error:
+        assert error.reason in BAD and error.fix
+    else:
+        assert open_rgb(found.content).size == (found.width, found.height)
 
 
 def reason_of(place: str, folder: Path | str) -> str:
