@@ -48,7 +48,7 @@ SCHEMA = pa.schema(
         ("content", pa.large_binary()),
     ]
 )
-BATCH_BYTES = 32 << 20
+BATCH_BYTES, BATCH_PICTURES = 32 << 20, 1000
 RANGES = 256  # of identities, of which one at a time is held
 
 
@@ -172,7 +172,7 @@ def write_album(folders: Sequence[Path], used: Array, path: Path) -> None:
                 {"identity": bytes(entry["identity"]).ljust(WIDTH, b"\0"), **named, "content": content}
             )
             size += len(content)
-            if size >= BATCH_BYTES:
+            if size >= BATCH_BYTES or len(held) == BATCH_PICTURES:
                 writer.write_batch(pa.RecordBatch.from_pylist(held, schema=SCHEMA))
                 bar.update(len(held))
                 held, size = [], 0

@@ -71,7 +71,9 @@ FAMILIES: dict[str, Chooser] = {
     "chatglm": _always("chatglm3"),
     "glm": _always("glm4"),
     "glm4": _always("glm4"),
-    **dict.fromkeys(("qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _always("qwen")),
+    **dict.fromkeys(
+        ("qwen", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe"), _always("qwen")
+    ),
 }
 
 

@@ -80,9 +80,12 @@ class Split:
             counts.append(target_counts(chunk.flatten().to_numpy() != IGNORED, lengths))
         return _joined(counts)
 
-    def prompt(self, row: int) -> list[dict[str, str]]:
-        """The messages before the last answer, as `apply_chat_template` takes them."""
-        messages: list[dict[str, str]] = json.loads(self.table.column("prompt")[row].as_py())
+    def prompt(self, row: int) -> list[dict[str, Any]]:
+        """The messages before the last answer, as `apply_chat_template` takes them.
+
+        Of a row with pictures a turn's content is a list of parts, or a text that has one image token a picture.
+        """
+        messages: list[dict[str, Any]] = json.loads(self.table.column("prompt")[row].as_py())
         return messages
 
     def reference(self, row: int) -> str:

@@ -5,6 +5,7 @@ The counts are the base's own processor's. Pixels are not made here.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import re
@@ -13,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tasks.data.rows import BadRow
 from tasks.errors import UserError
@@ -61,6 +62,8 @@ class Vision:
         family = str(_json(folder / "config.json").get("model_type"))
         if family not in KNOWN:
             return None
+        from transformers import AutoConfig, AutoImageProcessor  # which bring torch: rows of text go without
+
         config = AutoConfig.from_pretrained(folder)  # whose file leaves out what is usual
         load: Any = AutoImageProcessor.from_pretrained
         try:
@@ -136,6 +139,12 @@ def _processor(
         # CLIP's towers have a class token, which "default" takes away.
         given["num_additional_image_tokens"] = int(config.vision_config.model_type == "clip_vision_model")
     return kind(images, tokenizer, **given)
+
+
+def pixels_hash(folder: Path) -> str:
+    """Hash of what says how the base in `folder` makes pixels of a picture."""
+    files = [file for file in (folder / PREPROCESSOR, folder / PROCESSOR) if file.is_file()]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def processors_template(folder: Path) -> str | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +329,40 @@ def test_the_same_bytes_for_any_cut_order_and_place(
     ]
     assert cut == one
     assert {name for name in one if two[name] != one[name]} == {"manifest.json"}  # the source's fingerprint
+
+
+IN_WORKERS = (
+    "from tasks import prepare_data as stage; from tasks.data import parts; "
+    "parts.SHARD_BYTES = (2000, 2000); stage.IN_PLACE_BYTES = 0; stage.main()"
+)
+
+
+def test_several_processes_give_the_same_bytes(tmp_path: Path, model: Path) -> None:
+    rows = [llava(number, image=f"img/{number % 17}.png") for number in range(60)]
+    for name in ("one", "two"):
+        write_pictures(tmp_path / name, 17)
+        write(tmp_path / name, rows)
+    params = settings(model)
+    prepare_data(params, Paths(tmp_path / "one"))
+    changes = {"prepare_data": params.prepare_data.model_dump(mode="json"), "model.name_or_path": str(model)}
+    tiny.write_params(tmp_path / "two", **changes)
+    command = [sys.executable, "-c", f"if __name__ == '__main__':\n    {IN_WORKERS}"]
+    env = {**os.environ, "PYTHONPATH": str(tiny.REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path / "two", env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert prepared_files(tmp_path / "two") == prepared_files(tmp_path / "one")
+
+
+def test_another_processor_is_another_content(tmp_path: Path, model: Path) -> None:
+    changed = tmp_path / "own"
+    shutil.copytree(model, changed)
+    said = json.loads((changed / "processor_config.json").read_text())
+    said["image_processor"]["image_mean"] = [0.5, 0.5, 0.5]
+    (changed / "processor_config.json").write_text(json.dumps(said))
+    write_pictures(tmp_path, 9)
+    write(tmp_path, [llava(number) for number in range(9)])
+    hashes = [prepare_data(settings(base), Paths(tmp_path)).content_hash for base in (model, changed, model)]
+    assert hashes[0] == hashes[2] != hashes[1]
 
 
 def test_pictures_of_rows_behind_max_rows_are_not_kept(
