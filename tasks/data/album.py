@@ -49,7 +49,8 @@ SCHEMA = pa.schema(
     ]
 )
 BATCH_BYTES, BATCH_PICTURES = 32 << 20, 1000
-RANGES = 256  # of identities, of which one at a time is held
+HELD = 1 << 20  # entries, 36 bytes each, that are held at once where there are fewer; else ranges of them
+OPEN_FILES = 128
 
 
 class ShardAlbum:
@@ -156,21 +157,16 @@ def write_album(folders: Sequence[Path], used: Array, path: Path) -> None:
     Args:
         folders: of the shards, in their order; the first one that has a picture gives it.
     """
-    indexes = [np.load(folder / INDEX, mmap_mode="r") for folder in folders]
     with ExitStack() as stack:
-        files = [stack.enter_context((folder / BYTES).open("rb")) for folder in folders]
         sink = stack.enter_context(pa.OSFile(str(path), "wb"))
         writer = stack.enter_context(pa.ipc.new_file(sink, SCHEMA))
         bar = stack.enter_context(progress("write pictures", len(used)))
         held: list[dict[str, Any]] = []
         size = 0
-        for entry, number in _entries(indexes, used):
-            files[number].seek(int(entry["start"]))
-            content = files[number].read(int(entry["size"]))
+        for entry, content in _entries(folders, used):
             named = {name: int(entry[name]) for name in ("width", "height", "tokens")}
-            held.append(
-                {"identity": bytes(entry["identity"]).ljust(WIDTH, b"\0"), **named, "content": content}
-            )
+            identity = bytes(entry["identity"]).ljust(WIDTH, b"\0")  # numpy takes zeros at the end away
+            held.append({"identity": identity, **named, "content": content})
             size += len(content)
             if size >= BATCH_BYTES or len(held) == BATCH_PICTURES:
                 writer.write_batch(pa.RecordBatch.from_pylist(held, schema=SCHEMA))
@@ -181,20 +177,54 @@ def write_album(folders: Sequence[Path], used: Array, path: Path) -> None:
             bar.update(len(held))
 
 
-def _entries(indexes: Sequence[Array], used: Array) -> Iterator[tuple[Any, int]]:
-    """(entry, number of its shard) of each used picture, in order."""
-    for first in range(RANGES):
-        parts = [_range(index["identity"], first) for index in indexes]
-        found = np.concatenate([index[part] for index, part in zip(indexes, parts, strict=True)])
-        shard = np.repeat(np.arange(len(indexes)), [part.stop - part.start for part in parts])
-        _, once = np.unique(found["identity"], return_index=True)
-        for place in once[np.isin(found["identity"][once], used[_range(used, first)])].tolist():
-            yield found[place], int(shard[place])
+def _entries(folders: Sequence[Path], used: Array) -> Iterator[tuple[Any, bytes]]:
+    """(entry, bytes) of each used picture, in order: those of one range of identities after another."""
+    total = sum((folder / INDEX).stat().st_size // ENTRY.itemsize for folder in folders)
+    ranges = 256 if total > HELD else 1
+    opened = _Files(folders)
+    try:
+        for first in range(ranges):
+            parts = [_part(folder, first, ranges) for folder in folders]
+            shard = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+            found = np.concatenate(parts)
+            _, once = np.unique(found["identity"], return_index=True)
+            wanted = used[_range(used, first, ranges)]
+            for place in once[np.isin(found["identity"][once], wanted)].tolist():
+                file = opened[int(shard[place])]
+                file.seek(int(found["start"][place]))
+                yield found[place], file.read(int(found["size"][place]))
+    finally:
+        opened.close()
 
 
-def _range(sorted_identities: Array, first: int) -> slice:
-    start = np.searchsorted(sorted_identities, np.array(bytes([first]), dtype=f"S{WIDTH}"))
-    if first == RANGES - 1:
-        return slice(int(start), len(sorted_identities))
-    stop = np.searchsorted(sorted_identities, np.array(bytes([first + 1]), dtype=f"S{WIDTH}"))
+class _Files(dict[int, IO[bytes]]):
+    """The shards' files of bytes, of which few are open at a time."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        super().__init__()
+        self._folders = folders
+
+    def __missing__(self, shard: int) -> IO[bytes]:
+        if len(self) >= OPEN_FILES:
+            self.close()
+        self[shard] = (self._folders[shard] / BYTES).open("rb")
+        return self[shard]
+
+    def close(self) -> None:
+        for file in self.values():
+            file.close()
+        self.clear()
+
+
+def _part(folder: Path, first: int, ranges: int) -> Array:
+    index = np.load(folder / INDEX, mmap_mode="r")
+    return np.array(index[_range(index["identity"], first, ranges)])
+
+
+def _range(identities: Array, first: int, ranges: int) -> slice:
+    """Which of the sorted identities begin with a byte of the range."""
+    if ranges == 1:
+        return slice(0, len(identities))
+    bounds = np.array([bytes([first]), bytes([first, *[255] * WIDTH])], dtype=f"S{WIDTH}")
+    start, stop = np.searchsorted(identities, bounds[0]), np.searchsorted(identities, bounds[1], "right")
     return slice(int(start), int(stop))

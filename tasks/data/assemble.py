@@ -94,15 +94,15 @@ def _albums(merge: Merge) -> list[Path]:
 
 
 def _used_pictures(merge: Merge, fates: Sequence[Array]) -> Array:
-    """Identities of the pictures of all rows that are kept, sorted: 16 bytes of memory a picture."""
-    used = np.zeros(0, f"S{WIDTH}")
+    """Identities of the pictures of all rows that are kept, sorted: 16 bytes of memory a picture of a row."""
+    used = [np.zeros(0, f"S{WIDTH}")]
     if not _albums(merge):
-        return used
+        return used[0]
     for bucket, fate in zip(merge, fates, strict=True):
         kept = bucket.order[(fate == TRAIN) | (fate == VALIDATION)]
         column = merge.read(bucket.number, ["pictures"])["pictures"].take(kept)
-        used = np.union1d(used, identities(column))
-    return used
+        used.append(np.unique(identities(column)))
+    return np.unique(np.concatenate(used))
 
 
 def _write_bucket(

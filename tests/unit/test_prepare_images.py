@@ -20,7 +20,7 @@ from PIL import Image
 
 from tasks.commands.data import look
 from tasks.contracts import DataManifest
-from tasks.data import parts
+from tasks.data import album, parts
 from tasks.data.images import open_rgb
 from tasks.data.prepared import Split
 from tasks.errors import UserError
@@ -236,9 +236,9 @@ def test_each_picture_is_stored_once_and_read_back_as_it_is_to_be_shown(tmp_path
     write(tmp_path, [llava(number, image=f"img/{name}") for number, name in enumerate(names)])
     manifest = prepare_data(settings(model), Paths(tmp_path))
     assert kept(manifest) == 14 and manifest.pictures == 12
-    album = splits(tmp_path)[0].album
-    assert album is not None
-    stored = album.column("identity").to_pylist()
+    stored_album = splits(tmp_path)[0].album
+    assert stored_album is not None
+    stored = stored_album.column("identity").to_pylist()
     identities = {name: hashlib.sha256((folder / name).read_bytes()).digest()[:16] for name in names}
     assert stored == sorted(set(identities.values()))
     for split in splits(tmp_path):
@@ -412,6 +412,39 @@ def test_weights_and_packs_count_pictures_as_often_as_rows_show_them(tmp_path: P
     )
     assert manifest.packed is not None
     assert manifest.packed.packs < len(train) and manifest.packed.longest <= 512
+
+
+# --- the album ----------------------------------------------------------------------------------
+
+
+def test_an_album_of_any_identities_in_any_number_of_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros at the end of an identity, first and last ones of a range; more shards than files may be open."""
+    monkeypatch.setattr(album, "OPEN_FILES", 3)
+    draw = np.random.default_rng(0)
+    names = [draw.bytes(16) for _ in range(300)]
+    names += [bytes(16), bytes([0] * 15 + [1]), b"\x07" + bytes(15), b"\x07" + b"\xff" * 15, b"\xff" * 16]
+    names += [name[:15] + b"\0" for name in names[:20]]
+    folders = [tmp_path / str(number) for number in range(20)]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        own = album.ShardAlbum(folder, "", None)
+        for name in names[number::7]:  # most of them in several shards
+            own._add(name, b"bytes of " + name, 1, 2, 3)
+        own.close()
+    used = np.array(sorted(names[:310:2] + names[300:]), dtype="S16")
+    used = np.unique(used)
+    files = []
+    for held in (1 << 20, 10):
+        monkeypatch.setattr(album, "HELD", held)
+        album.write_album(folders, used, tmp_path / "images.arrow")
+        files.append((tmp_path / "images.arrow").read_bytes())
+    assert files[0] == files[1]
+    with pa.OSFile(str(tmp_path / "images.arrow")) as source:
+        rows = pa.ipc.open_file(source).read_all().to_pylist()
+    assert [row["identity"] for row in rows] == [bytes(name).ljust(16, b"\0") for name in used]
+    assert all(row["content"] == b"bytes of " + row["identity"] for row in rows)
 
 
 # --- what goes beside the model -----------------------------------------------------------------
