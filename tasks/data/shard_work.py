@@ -165,10 +165,9 @@ class _Work:
         rows = islice(read_shard(self.job.shard), self.job.limit)
         stopped = None
         try:
-            while chunk := list(islice(rows, ROWS_AT_ONCE)):
-                self._prepare(chunk)
+            while count := self._prepare(islice(rows, ROWS_AT_ONCE)):
                 if tick:
-                    tick(len(chunk))
+                    tick(count)
             self.runs.flush()
         except _Stopped as error:
             stopped = error.bad
@@ -179,9 +178,13 @@ class _Work:
             rows_in=self.rows_in, runs=tuple(self.runs.rows), pictures=pictures, stopped=stopped
         )
 
-    def _prepare(self, chunk: list[RawRow | tuple[str, BadRow]]) -> None:
-        read = [found for place, raw in enumerate(chunk, self.rows_in) for found in self._rows(place, raw)]
-        self.rows_in += len(chunk)
+    def _prepare(self, chunk: Iterator[RawRow | tuple[str, BadRow]]) -> int:
+        """Returns how many rows the chunk has: read one by one, since each may hold pictures."""
+        read: list[_Read] = []
+        before = self.rows_in
+        for raw in chunk:
+            read += self._rows(self.rows_in, raw)
+            self.rows_in += 1
         encoded = iter(self.encoder.encode([found.row for found in read if isinstance(found.row, Row)]))
         kept = []
         for found in read:
@@ -192,6 +195,7 @@ class _Work:
                 prompt = self.encoder.prompt(found.row) if found.row.pictures else None
                 kept.append(Keyed(found.row, result, found.position, found.piece, prompt))
         self.runs.add(kept)
+        return self.rows_in - before
 
     def _rows(self, position: int, raw: RawRow | tuple[str, BadRow]) -> Iterator[_Read]:
         if isinstance(raw, tuple):
