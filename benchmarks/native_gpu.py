@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.native_launch import LEAST_SECONDS, ROOT, launch, request_of, run_all
 from benchmarks.native_variants import AGREEMENTS, ROWS, SETS, SHAPES, Agreement, Variant
+from benchmarks.process_tree import host_peak
 from benchmarks.record import RESULTS, write
 from tasks.contracts import HardwareProfile, Plan, Precision
 from tasks.params import read_params
@@ -56,6 +57,7 @@ def predict(variant: Variant, plan: Plan, hardware: HardwareProfile, precision: 
         "gib": round((estimate.total_bytes - estimate.memory_bytes["fixed"]) / GIB, 1),
         "refused": rule.sentence if rule else None if fits else f"needs {need:.1f} GiB of {have:.1f}",
         "seconds_by_term": {term: round(taken, 4) for term, taken in estimate.seconds.items()},
+        "host_gib": round(sum(estimate.host_bytes.values()) / GIB, 1),
         "gib_by_term": {term: round(size / GIB, 2) for term, size in estimate.memory_bytes.items()},
     }
 
@@ -71,14 +73,11 @@ def measure(variant: Variant, plan: Plan, options: argparse.Namespace, seconds: 
         asked = request_of(
             SHAPES[variant.shape], plan, train, options.precision, variant.length, options.steps, Path(name)
         )
-        failed = launch(
-            "benchmarks.native_loose" if options.loose else "tasks.trainer.trial",
-            plan,
-            (asked, told),
-            seconds,
-        )
+        module = "benchmarks.native_loose" if options.loose else "tasks.trainer.trial"
+        with host_peak() as host:
+            failed = launch(module, plan, (asked, told), seconds)
         result = TrialResult.read(told) if told.is_file() else None
-    wall = {"wall_seconds": round(time.monotonic() - begin, 1)}
+    wall = {"wall_seconds": round(time.monotonic() - begin, 1), "host_gib": round(host[0] / GIB, 1)}
     if result is None or result.seconds is None:
         return {"error": (result.failed if result else None) or failed or "no result"} | wall
     return {

@@ -30,6 +30,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": False,
     },
+    "llama-3.2-3b": {
+        "model_type": "llama",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
     # For the script itself, on a CPU.
     "tiny": {
         "model_type": "qwen2",
@@ -52,6 +63,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp2sp": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2, "schedule": "1f1b"},
+    **{
+        f"{zero}dp{ranks}": {"engine": "deepspeed", "sharding": zero, "dp_shard": ranks}
+        for zero in ("zero1", "zero2", "zero3")
+        for ranks in (1, 2)
+    },
+}
+OFFLOADED = {"+cpu": {"offload": "cpu"}, "+cpu+params": {"offload": "cpu", "offload_parameters": "cpu"}}
+LAYOUTS |= {
+    zero + where: LAYOUTS[zero] | more
+    for zero in ("zero2dp1", "zero2dp2", "zero3dp1", "zero3dp2")
+    for where, more in OFFLOADED.items()
+    if zero.startswith("zero3") or where == "+cpu"
 }
 Device = Literal["cuda", "cpu"]
 
@@ -153,7 +176,23 @@ def four_bit(shape: str) -> list[Variant]:
     ]
 
 
-SETS = {"single": single, "pair": pair, "qlora": four_bit}
+def zero(shape: str) -> list[Variant]:
+    """DeepSpeed on one GPU, whose host has to hold what is offloaded, beside the native engine."""
+    return [
+        Variant(shape, "full", "single", 2, 4, "selective"),
+        Variant(shape, "full", "zero2dp1", 2, 4, "selective"),
+        Variant(shape, "full", "zero3dp1", 2, 4, "selective"),
+        Variant(shape, "full", "zero2dp1+cpu", 2, 4, "selective"),
+        Variant(shape, "full", "zero3dp1+cpu", 2, 4, "selective"),
+        Variant(shape, "full", "zero3dp1+cpu+params", 2, 4, "selective"),
+        Variant(shape, "full", "zero3dp1+cpu+params", 2, 4, "full"),
+        Variant(shape, "lora", "single", 4, 2, "selective"),
+        Variant(shape, "lora", "zero2dp1", 4, 2, "selective"),
+        Variant(shape, "lora", "zero3dp1+cpu+params", 4, 2, "selective"),
+    ]
+
+
+SETS = {"single": single, "pair": pair, "qlora": four_bit, "zero": zero}
 
 
 @dataclass(frozen=True)

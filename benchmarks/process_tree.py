@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 MIB = 2**20
+
+
+@contextmanager
+def host_peak(every: float = 0.5) -> Iterator[list[int]]:
+    """[bytes]: how much more of the host's memory was taken at the peak than before; of a machine that is ours alone."""
+    before, peak, done = psutil.virtual_memory().available, [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(every):
+            peak[0] = max(peak[0], before - psutil.virtual_memory().available)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tasks.contracts import BaseModelRef, DataManifest, SourceCounts
 from tasks.data.formats import canonical, detect
 from tasks.data.rows import BadRow
 from tasks.data.shards import first_rows
-from tasks.data.sources import fingerprint_of, sources_of
+from tasks.data.sources import fingerprint_of, size_of, sources_of
 from tasks.errors import UserError
 from tasks.params import Params, PrepareDataParams
 from tasks.paths import Paths
@@ -45,8 +45,11 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
     known = _look(params.prepare_data, paths)
 
     from tasks.data.chosen_template import ensure_template
+    from tasks.data.crew import get_ready
     from tasks.trainer.base_model import ensure_base
 
+    if sum(size_of(one.source) for one in known) > IN_PLACE_BYTES:
+        get_ready()
     base = ensure_base(params.model, paths)
     ensure_template(params, paths)
     manifest = _prepare(known, params, paths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Literal
 
 from tasks.contracts import Plan, Precision
@@ -17,15 +18,18 @@ MOST_MICRO_BATCH = 4
 PROCESS_BYTES = 2**29
 GRAMMAR = (
     "single, ddp2, fsdp2, tp2, tp2sp (sequence parallel), pp2 (1f1b; also pp2-gpipe, pp2-interleaved, pp2-zerobubble), "
-    "products of them such as dp2tp2, fsdp2pp2, dp2tp2pp2 or dp2fsdp2, zero0 to zero3, zero2+cpu, zero3+cpu, "
-    "zero3+nvme, dataparallel; a number is a degree"
+    "products of them such as dp2tp2, fsdp2pp2, dp2tp2pp2 or dp2fsdp2, zero0 to zero3 (of two ranks; zero2dp4 of "
+    "four), zero2+cpu, zero3+cpu, zero3+nvme, dataparallel; a number is a degree"
 )
 PART = re.compile(r"(ddp|dp|fsdp|tp|pp)(\d+)(sp|v\d+)?")
 SCHEDULE = re.compile(r"-(gpipe|1f1b|interleaved|interleaved1f1b|zerobubble)$")
-DEEPSPEED = re.compile(r"(zero[0-3]|zero[23]\+cpu|zero3\+nvme)")
+DEEPSPEED = re.compile(r"(zero[0-3])(?:dp(\d+))?(?:\+(cpu|nvme))?")
+OFFLOADING = {None: ("zero0", "zero1", "zero2", "zero3"), "cpu": ("zero2", "zero3"), "nvme": ("zero3",)}
 AXES = {"ddp": "replicas", "dp": "replicas", "fsdp": "shards", "tp": "tp", "pp": "pp"}
 CHUNKED = ("interleaved1f1b", "zerobubble")
 
+Zero = Literal["zero0", "zero1", "zero2", "zero3"]
+Offload = Literal["none", "cpu", "nvme"]
 Schedule = Literal["none", "gpipe", "1f1b", "interleaved1f1b", "zerobubble"]
 
 
@@ -39,6 +43,8 @@ class Wanted:
     tp: int = 1
     pp: int = 1
     sharded: bool = False
+    zero: Zero | None = None
+    offload: Offload = "none"
     sequence_parallel: bool = False
     schedule: Schedule = "none"
     chunks: int = 1
@@ -62,8 +68,10 @@ def parse_name(name: str) -> Wanted:
     said = name.strip().lower()
     if said == "single":
         return Wanted(said)
-    if DEEPSPEED.fullmatch(said):
-        return Wanted(said, missing="it needs DeepSpeed, and this version has no engine for that")
+    if zero := DEEPSPEED.fullmatch(said):
+        if zero.group(1) not in OFFLOADING[zero.group(3)] or not int(zero.group(2) or 2):
+            raise _no_plan(name)
+        return _with_zero(said, zero.group(1), int(zero.group(2) or 2), zero.group(3) or "none")
     if re.fullmatch(r"dataparallel\d*", said):
         return Wanted(
             said, missing="torch's DataParallel replicates from one process, and no engine here does that"
@@ -83,6 +91,13 @@ def parse_name(name: str) -> Wanted:
         if more:
             wanted = _with_suffix(wanted, axis, more, name)
     return _with_schedule(wanted, found.group(1) if found else None, name)
+
+
+def _with_zero(said: str, stage: str, degree: int, offload: str) -> Wanted:
+    missing = None if find_spec("deepspeed") else "DeepSpeed is not installed; pip install deepspeed"
+    zero: Zero = {"zero0": "zero0", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3"}[stage]  # type: ignore[assignment]
+    where: Offload = {"none": "none", "cpu": "cpu", "nvme": "nvme"}[offload]  # type: ignore[assignment]
+    return Wanted(said, shards=degree, zero=zero, offload=where, missing=missing)
 
 
 def _no_plan(name: str) -> UserError:
@@ -161,7 +176,7 @@ def _candidates(wanted: Wanted, problem: Problem) -> list[Plan]:
     levels: tuple[Literal["none", "full"], ...] = ("none", "full")
     return [
         Plan(
-            engine="torch",
+            engine="deepspeed" if wanted.zero else "torch",
             device=problem.hardware.device,
             backend=problem.backend,
             dp_replicate=wanted.replicas,
@@ -172,8 +187,8 @@ def _candidates(wanted: Wanted, problem: Problem) -> list[Plan]:
             micro_batch=size,
             accumulation=max(1, share // size),
             activation_checkpointing=level,
-            offload="none",
-            sharding="fsdp2" if wanted.sharded else "none",
+            offload=wanted.offload,
+            sharding=wanted.zero or ("fsdp2" if wanted.sharded else "none"),
             sequence_parallel=wanted.sequence_parallel,
             virtual_stages=wanted.chunks,
         )

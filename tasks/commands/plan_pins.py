@@ -32,7 +32,7 @@ WORDS = {
     "activation_checkpointing": ("none", "selective", "full"),
     "engine": ("torch", "deepspeed"),
     "backend": ("nccl", "gloo"),
-    "sharding": ("none", "fsdp2", "zero1", "zero2", "zero3"),
+    "sharding": ("none", "fsdp2", "zero0", "zero1", "zero2", "zero3"),
     "offload": ("none", "cpu", "nvme"),
     "offload_parameters": ("none", "cpu", "nvme"),
     "schedule": ("none", "gpipe", "1f1b", "interleaved1f1b", "zerobubble"),

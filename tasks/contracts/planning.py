@@ -102,7 +102,7 @@ class Plan(Contract):
     activation_checkpointing: Literal["none", "selective", "full"]
     offload: Literal["none", "cpu", "nvme"]
     replication: Literal["ddp", "data_parallel"] = "ddp"
-    sharding: Literal["none", "fsdp2", "zero1", "zero2", "zero3"] = "none"
+    sharding: Literal["none", "fsdp2", "zero0", "zero1", "zero2", "zero3"] = "none"
     sequence_parallel: bool = False
     virtual_stages: Degree = 1
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ ASCII = bytes(
 SHARED = 2  # l above
 KNOWN_WORDS = 200_000
 PAIRS_AT_ONCE = 1 << 21  # bounds the memory of one comparison
-ARRAYS = ("pairs", "ranks", "sizes", "tokens", "starts", "rows", "seen")
+ARRAYS = ("pairs", "ranks", "sizes", "tokens", "starts", "rows", "slots")
 
 Array = NDArray[Any]
 
@@ -70,9 +71,7 @@ def word_pairs(rows: Sequence[Row]) -> tuple[Array, Array]:
     """
     words = [_words(row) for row in rows]
     counts = np.array([len(one) for one in words], dtype=np.int64)
-    flat = np.fromiter(
-        (found for one in words for found in map(_HASHES.__getitem__, one)), np.uint64, int(counts.sum())
-    )
+    flat = np.fromiter(map(_HASHES.__getitem__, chain.from_iterable(words)), np.uint64, int(counts.sum()))
     last = np.cumsum(counts) - 1
     follower = np.zeros_like(flat)
     follower[:-1] = flat[1:]
@@ -95,6 +94,7 @@ class Index:
 
     A pair's rank says how rare it is among the indexed sets; `tokens` are the ranks of each set in rising order.
     `rows[starts[r]:starts[r + 1]]` are the sets that have the pair of rank r among their first ones.
+    `pairs[slots[b]:slots[b + 1]]` are those whose first bits are b.
     """
 
     threshold: float
@@ -104,7 +104,7 @@ class Index:
     tokens: Array
     starts: Array
     rows: Array
-    seen: Array
+    slots: Array
 
     @classmethod
     def of(cls, pairs: Array, sizes: Array, threshold: float) -> Index:
@@ -119,11 +119,11 @@ class Index:
         first = _within(sizes) < np.repeat(sizes - need + SHARED, sizes)
         order = np.argsort(tokens[first], kind="stable")
         starts = np.searchsorted(tokens[first][order], np.arange(len(known) + 1))
-        bits = int(np.clip(np.ceil(np.log2(8 * max(1, len(known)))), 10, 26))
-        seen = np.zeros(1 << bits, dtype=bool)
-        seen[known >> np.uint32(32 - bits)] = True
+        bits = int(np.clip(np.ceil(np.log2(4 * max(1, len(known)))), 10, 24))
+        filled = np.bincount((known >> np.uint32(32 - bits)).astype(np.int64), minlength=1 << bits)
+        slots = np.concatenate([[0], np.cumsum(filled)]).astype(np.int32)
         rows = row[first][order].astype(np.int32)
-        return cls(threshold, known, ranks, sizes, tokens.astype(np.int32), starts, rows, seen)
+        return cls(threshold, known, ranks, sizes, tokens.astype(np.int32), starts, rows, slots)
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -146,26 +146,31 @@ class Index:
         """
         found = np.zeros(len(self.sizes), dtype=bool) if known is None else known.copy()
         before = found.copy()
-        bits = int(np.log2(len(self.seen)))
-        hit = _sums(self.seen[pairs >> np.uint32(32 - bits)], sizes)
+        place = self._places(pairs)
+        hit = _sums(place >= 0, sizes)
         need = needed(sizes, self.threshold)
         maybe = (sizes > 0) & (hit >= need)
-        tokens, row = self._tokens(pairs[np.repeat(maybe, sizes)], sizes[maybe])
-        sizes, need = sizes[maybe], need[maybe]
-        shared = np.bincount(row, minlength=len(sizes))
-        enough = (shared >= need)[row]
-        tokens, row = tokens[enough], row[enough]
+        place, hit, sizes, need = place[np.repeat(maybe, sizes)], hit[maybe], sizes[maybe], need[maybe]
+        row = np.repeat(np.arange(len(sizes), dtype=np.int64), hit)
+        keys = np.sort(row << 32 | self.ranks[place[place >= 0]])  # rising within a row
+        tokens, row = keys & 0xFFFFFFFF, keys >> 32
         for mine, theirs in self._candidates(tokens, row, sizes, need, found):
             self._compare(tokens, row, sizes, mine, theirs, found)
         return np.flatnonzero(found & ~before)
 
-    def _tokens(self, pairs: Array, sizes: Array) -> tuple[Array, Array]:
-        """(ranks of the pairs that the index has, rising within a row; their rows)."""
-        place = np.minimum(np.searchsorted(self.pairs, pairs), max(0, len(self.pairs) - 1))
-        has = self.pairs[place] == pairs if len(self.pairs) else np.zeros(len(pairs), dtype=bool)
-        row = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)[has]
-        keys = np.sort(row << 32 | self.ranks[place[has]])
-        return keys & 0xFFFFFFFF, keys >> 32
+    def _places(self, pairs: Array) -> Array:
+        """Where each pair stands in the index's, int32; -1 if it does not."""
+        found = np.full(len(pairs), -1, dtype=np.int32)
+        slot = (pairs >> np.uint32(32 - (len(self.slots) - 1).bit_length() + 1)).astype(np.int64)
+        place, end = self.slots[slot], self.slots[slot + 1]
+        left = np.flatnonzero(place < end)
+        while len(left):
+            same = self.pairs[place[left]] == pairs[left]
+            found[left[same]] = place[left[same]]
+            left = left[~same]
+            place[left] += 1
+            left = left[place[left] < end[left]]
+        return found
 
     def _candidates(
         self, tokens: Array, row: Array, sizes: Array, need: Array, found: Array

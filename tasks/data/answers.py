@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.data.image_turns import text_of
 from tasks.data.rendering import Messages, Span, Template, stand_ins
@@ -22,8 +22,7 @@ Tools = list[Any] | None
 KNOWS_TOOLS = "give a prepare_data.template that writes tools, or remove the row"
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(NamedTuple):
     """A conversation's text. `spans`: its answers with their end marks, in characters; those of the last answer
     begin at `spans[last]`. `complete`: whether all answers are among them.
     """

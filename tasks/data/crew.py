@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -9,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,11 +21,25 @@ from tasks.probe.host import cpu_cores, usable_cores
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 AHEAD = 3  # jobs a worker that may wait or be done before their turn
-PRELOADED = ["tasks.data.shard_work"]
+COLLECTED_AT = 200_000  # objects more than before; some 100 bytes each
+# What transformers imports for a tokenizer, and pyarrow for an array; without these names each worker imports it.
+PRELOADED = ["tasks.data.shard_work", "transformers.core_model_loading", "pandas"]
 
 
 def cores() -> int:
     return cpu_cores(Path("/"), usable_cores())
+
+
+def get_ready() -> None:
+    """Starts the process that workers are forked from, so that it imports what they need beside other work here."""
+    _context()
+    forkserver.ensure_running()
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _end_with_parent() -> None:
@@ -39,10 +56,18 @@ def _end_with_parent() -> None:
 
 def _start() -> None:
     _end_with_parent()
+    settle()
+
+
+def settle() -> None:
+    """Makes this process one that only prepares rows, beside others that do the same."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core; threads besides would only compete
     import pyarrow as pa
 
     pa.set_cpu_count(1)
+    # The collector would walk over all modules, and over each chunk's rows many times, to find next to nothing.
+    gc.freeze()
+    gc.set_threshold(COLLECTED_AT)
 
 
 class Crew:
@@ -54,9 +79,7 @@ class Crew:
 
     def __enter__(self) -> Crew:
         if self._size:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(PRELOADED)
-            self._pool = ProcessPoolExecutor(self._size, context, _start)
+            self._pool = ProcessPoolExecutor(self._size, _context(), _start)
         return self
 
     def __exit__(self, *_: object) -> None:

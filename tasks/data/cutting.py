@@ -21,11 +21,27 @@ NO_ASCII = ("M", "Lt", "Lm", "Lo")
 COMPANY = "a{0}b {0} 1{0}2 {0}{0}.{0}'s{0}\n{0}\r\n {0}A{0}1{0}  {0}\t{0}"
 SPACE = "\u2581"  # what sentencepiece writes for a blank
 SPACED = re.compile(f"{SPACE}*[^{SPACE}\n]+|{SPACE}*\n+|{SPACE}+")
+# Words that hold a blank at their beginning alone and a line's end at their end alone, or blanks and line ends alone.
+PHRASED = frozenset(
+    [
+        *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"),
+        *(r" ?\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"),
+        *(r" ?\p{N}+", r"\p{N}+", r"\p{N}{1,3}", r"\p{N}"),
+        *(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
+        *(r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"),
+    ]
+)
+DIGITS_APART = (r"\p{N}|\P{N}+", r"\p{N}+|\P{N}+")
 Step = dict[str, Any]
 
 
 class Cutter(Protocol):
-    """Cuts the stretches between added tokens into words that are encoded by themselves."""
+    """Cuts the stretches between added tokens into words that are encoded by themselves.
+
+    `phrased`: a word begins at each blank and one ends behind each line's end, if no other blank stands beside it.
+    """
+
+    phrased: bool
 
     def plain(self, text: str) -> bool:
         """Whether `text`, which is not ASCII alone, is cut as the library would."""
@@ -73,11 +89,13 @@ class _Cut:
 class ByteLevelCutter:
     """Cuts by the pre-tokenizer's own regular expressions (GPT-2, Llama 3, Qwen, SmolLM …)."""
 
-    def __init__(self, backend: Any, cuts: list[_Cut], composed: bool) -> None:
+    def __init__(self, backend: Any, cuts: list[_Cut], composed: bool, phrased: bool) -> None:
         """
         Args:
             composed: whether texts are brought to NFC first.
+            phrased: as of every Cutter.
         """
+        self.phrased = phrased
         self._backend, self._cuts, self._composed = backend, cuts, composed
         self._alike: set[str] = set(map(chr, range(128)))
         self._odd: set[str] = set()
@@ -118,15 +136,34 @@ def _byte_level(backend: Any, normalizers: list[Step], steps: list[Step]) -> Byt
         return None
     if not steps or steps[-1]["type"] != "ByteLevel":
         return None
-    cuts = []
+    cuts, patterns = [], []
     for step in steps:
         pattern = _pattern(step)
         cut = _compiled(pattern) if pattern else None
         if pattern is None or (pattern and cut is None):
             return None
-        if cut is not None:
+        if cut is not None and pattern is not None:
             cuts.append(cut)
-    return ByteLevelCutter(backend, cuts, bool(normalizers))
+            patterns.append(pattern)
+    return ByteLevelCutter(backend, cuts, bool(normalizers), _phrased(patterns))
+
+
+def _phrased(patterns: list[str]) -> bool:
+    """Whether a step keeps phrases apart, and the steps before it only digits."""
+    apart = [pattern for pattern in patterns if pattern not in DIGITS_APART]
+    return bool(apart) and all(PHRASED.issuperset(_alternatives(pattern)) for pattern in apart)
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """What stands between the bars that are in no brackets."""
+    found, depth = [""], 0
+    for token in re.findall(r"\\.|.", pattern, re.DOTALL):
+        depth += (token in "([") - (token in ")]")
+        if token == "|" and not depth:
+            found.append("")
+        else:
+            found[-1] += token
+    return found
 
 
 def _pattern(step: Step) -> str | None:
@@ -183,6 +220,8 @@ def _within_ascii(pattern: str) -> str | None:
 
 class SpacedCutter:
     """Cuts before blanks and around line ends, over which no token of the vocabulary reaches (Llama 2, Mistral …)."""
+
+    phrased = False  # its words are as long
 
     def __init__(self, backend: Any, prefix: str) -> None:
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,10 @@ from tasks.data.tokens import Tokeniser, Tokens
 from tasks.data.vision import Vision
 
 Ids = NDArray[np.int32]
+NONE: Ids = np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Encoded:
     """`input_ids` and `labels`, each of shape (tokens,), int32 (or lists); a label of -100 is not learnt.
 
@@ -31,8 +33,7 @@ class Encoded:
     image_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """A row before it is cut into tokens: `spans` of `text` are learnt, and `after` with them.
 
     `border`: the character before which no token may reach behind it.
@@ -62,7 +63,8 @@ class Finisher:
         if draft.everything:
             labels = ids.copy()
         else:
-            labels = np.full(len(ids), IGNORED, np.int32)
+            labels = np.empty_like(ids)
+            labels.fill(IGNORED)
             for begin, end in draft.spans:
                 first, behind = tokens.ending_by(begin), tokens.starting_before(end)
                 labels[len(before) + first : len(before) + behind] = tokens.ids[first:behind]
@@ -116,6 +118,8 @@ class Finisher:
 
     def _around(self, draft: Draft, tokens: Tokens) -> tuple[Ids, Ids]:
         """Begin and end tokens, unless the text brings them itself."""
+        if not draft.before and not draft.after:
+            return NONE, NONE
         before = np.array(draft.before, np.int32)
         if len(before) and np.array_equal(tokens.ids[: len(before)], before):
             before = before[:0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from tasks.data.columns import (
 )
 from tasks.data.pictures import check_marks, images_of
 from tasks.data.repair import mend
-from tasks.data.rows import ROLES, BadRow, ImageRef, Kind, Row, check, quoted
+from tasks.data.rows import ROLES, BadRow, ImageRef, Kind, Row, check, quoted, written
 from tasks.data.shards import RawRow
 from tasks.data.tools import calls_text, tools_text
 from tasks.data.turns import EMPTY, Turn, chat_turns, listed
@@ -184,7 +183,7 @@ def _group(view: View, messages: tuple[tuple[str, str], ...], images: list[Image
 
 def content_group(messages: tuple[tuple[str, str], ...], images: Sequence[ImageRef]) -> str:
     """The group of a row that its source puts in none."""
-    digest = hashlib.sha256(json.dumps(messages, ensure_ascii=False).encode())
+    digest = hashlib.sha256(written(messages).encode())
     for image in images:
         digest.update(image.place.encode() + hashlib.sha256(image.content or b"").digest())
     return digest.hexdigest()

@@ -41,12 +41,12 @@ def mark_near_duplicates(
         folder: for the index, while it is used.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    parts = list(_parts(merge, fates))
-    with progress("compare with held-out rows", merge.rows * len(parts)) as bar:
-        for part, (buckets, rows) in enumerate(parts):
+    with progress("compare with held-out rows", 0) as bar:
+        for part, (buckets, pairs, sizes) in enumerate(_parts(merge, fates)):
+            bar.total = merge.rows * (part + 1)
             place = folder / str(part)
-            Index.of(*_pairs(merge, fates, buckets, VALIDATION), threshold).write(place)
-            alike = np.zeros(rows, dtype=bool)
+            Index.of(pairs, sizes, threshold).write(place)
+            alike = np.zeros(len(sizes), dtype=bool)
             searches = (_Search(place, merge, bucket, fates[bucket]) for bucket in range(merge.buckets))
             for bucket, found in enumerate(crew.ordered(_search, searches)):
                 alike[found] = True
@@ -61,28 +61,29 @@ def _search(search: _Search) -> Array:
     return Index.read(search.index).alike(pairs, sizes)
 
 
-def _parts(merge: Merge, fates: Sequence[Array]) -> Iterator[tuple[range, int]]:
-    """(buckets, held-out rows in them): as many buckets as are compared at once."""
-    start, pairs, rows = 0, 0, 0
+def _parts(merge: Merge, fates: Sequence[Array]) -> Iterator[tuple[range, Array, Array]]:
+    """(buckets, word pairs of the held-out rows in them, sizes): as many buckets as are compared at once."""
+    start = 0
+    held: list[tuple[Array, Array]] = []
     for bucket in range(merge.buckets):
-        _, sizes = _of_bucket(merge, bucket, fates[bucket], VALIDATION)
-        if rows and pairs + sizes.sum() > INDEXED:
-            yield range(start, bucket), rows
-            start, pairs, rows = bucket, 0, 0
-        pairs, rows = pairs + int(sizes.sum()), rows + len(sizes)
-    if rows:
-        yield range(start, merge.buckets), rows
+        pairs, sizes = _of_bucket(merge, bucket, fates[bucket], VALIDATION)
+        rows, known = (sum(len(one[place]) for one in held) for place in (1, 0))
+        if rows and known + len(pairs) > INDEXED:
+            yield range(start, bucket), *_joined(held)
+            start, held = bucket, []
+        held.append((pairs, sizes))
+    if any(len(sizes) for _, sizes in held):
+        yield range(start, merge.buckets), *_joined(held)
 
 
-def _pairs(merge: Merge, fates: Sequence[Array], buckets: range, fate: int) -> tuple[Array, Array]:
-    found = [_of_bucket(merge, bucket, fates[bucket], fate) for bucket in buckets]
-    return np.concatenate([pairs for pairs, _ in found]), np.concatenate([sizes for _, sizes in found])
+def _joined(held: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    return np.concatenate([pairs for pairs, _ in held]), np.concatenate([sizes for _, sizes in held])
 
 
 def _of_bucket(merge: Merge, bucket: int, fates: Array, fate: int) -> tuple[Array, Array]:
     """(word pairs, sizes) of the bucket's rows of this fate, in the order of ids."""
-    wanted = merge.bucket(bucket).order[fates == fate]
-    pairs = merge.read(bucket, ["pairs"])["pairs"].take(wanted).combine_chunks()
+    order, column = merge.column(bucket, "pairs")
+    pairs = column.take(order[fates == fate]).combine_chunks()
     return pairs.flatten().to_numpy(), np.diff(pairs.offsets.to_numpy()).astype(np.int64)
 
 

@@ -17,6 +17,7 @@ from tasks.data.split import copies, held_out
 
 Array = NDArray[Any]
 
+ORDERING = ("high", "low", "position")
 # What becomes of a row. BEYOND: behind max_rows. UNUSED: not in the share that its source's weight takes.
 BEYOND, DUPLICATE, UNUSED, TRAIN, VALIDATION, NEAR = range(6)
 
@@ -68,12 +69,20 @@ class Merge:
 
     def bucket(self, number: int) -> Bucket:
         """The keys of a bucket, merged."""
-        batches = [read_bucket(run.path, number, KEYS) for run in self.runs]
-        table = pa.Table.from_batches(batches, chosen(KEYS))
-        keys = {name: table[name].to_numpy() for name in KEYS}
-        run = np.repeat(np.arange(len(self.runs)), [batch.num_rows for batch in batches])
-        order = np.lexsort((keys["position"], self._shards[run], keys["low"], keys["high"]))
-        return Bucket(number, order, run[order], {name: values[order] for name, values in keys.items()})
+        table = self.read(number, KEYS)
+        order, run = self._order(table)
+        return Bucket(number, order, run[order], {name: table[name].to_numpy()[order] for name in KEYS})
+
+    def column(self, number: int, name: str) -> tuple[Array, pa.ChunkedArray]:
+        """(the order of a bucket's rows, this column run after run), with no other key read than those that order."""
+        table = self.read(number, (*ORDERING, name))
+        return self._order(table)[0], table[name]
+
+    def _order(self, table: pa.Table) -> tuple[Array, Array]:
+        """(places in the order of (id, shard, position); the run of each place)."""
+        run = np.repeat(np.arange(len(self.runs)), [len(chunk) for chunk in table["high"].chunks])
+        high, low, position = (table[name].to_numpy() for name in ORDERING)
+        return np.lexsort((position, self._shards[run], low, high)), run
 
     def __iter__(self) -> Iterator[Bucket]:
         return map(self.bucket, range(self.buckets))

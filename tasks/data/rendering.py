@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from tasks.data.image_turns import turns
 from tasks.data.rows import BadRow, Row
@@ -63,8 +64,16 @@ class Template:
         return self._run([messages], tools, add_generation_prompt=opened)[0][0]
 
     def render_all(self, conversations: list[Messages]) -> list[str]:
-        """As `render`, of several without tools, refused together."""
-        return self._run(conversations, None)[0] if conversations else []
+        """As `render`, of several turns of text without tools, refused together."""
+        # What render_jinja_template does, without copying the globals and looking into the turns for each of them.
+        compiled: Any = _compile_jinja_template(self.text)
+        shared = {**compiled.globals, "tools": None, "documents": None, "add_generation_prompt": False}
+        shared |= self._values
+        with _refusals():
+            return [
+                "".join(compiled.root_render_func(compiled.new_context({**shared, "messages": chat}, True)))
+                for chat in conversations
+            ]
 
     def render_marked(self, messages: Messages, tools: list[Any] | None = None) -> tuple[str, list[Span]]:
         """The text, and what in it stands within `{% generation %}` marks, in characters."""
@@ -75,16 +84,10 @@ class Template:
         self, conversations: list[Messages], tools: list[Any] | None, **more: bool
     ) -> tuple[list[str], list[list[Span]]]:
         render: Any = render_jinja_template  # which says that it returns one text
-        try:
+        with _refusals():
             texts, marks = render(
                 conversations=conversations, tools=tools, chat_template=self.text, **more, **self._values
             )
-        except FAILURES as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise BadRow(
-                f"the chat template refuses it ({reason})",
-                "change the roles or their order, or remove the row",
-            ) from None
         return texts, marks
 
     def turns(self, row: Row) -> Messages:
@@ -165,6 +168,18 @@ class Template:
     def special_at(self, text: str, place: int) -> str:
         """The special token that begins there, or ""."""
         return next((token for token in self._special if text.startswith(token, place)), "")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except FAILURES as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise BadRow(
+            f"the chat template refuses it ({reason})",
+            "change the roles or their order, or remove the row",
+        ) from None
 
 
 def stand_ins(roles: Sequence[str]) -> Messages:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -51,8 +50,7 @@ RUN_BYTES = 64 << 20  # what a worker holds before it sorts and writes
 CODEC = "lz4"
 
 
-@dataclass(frozen=True)
-class Keyed:
+class Keyed(NamedTuple):
     """A row, what it became, its position in its shard, and whether it is a later piece of a text.
 
     prompt: its turns before the last answer where its template takes them otherwise, for their pictures.
@@ -63,6 +61,10 @@ class Keyed:
     position: int
     piece: bool
     prompt: list[dict[str, Any]] | None = None
+
+    @property
+    def prompt_json(self) -> str:
+        return json.dumps(self.prompt, ensure_ascii=False) if self.prompt else self.row.prompt_json
 
 
 class RunWriter:
@@ -150,7 +152,7 @@ def _batch(rows: Sequence[Keyed]) -> pa.RecordBatch:
         "image_tokens": np.array([item.encoded.image_tokens for item in rows], dtype=np.uint32),
         "input_ids": lists(tokens, lengths),
         "learnt": lists(learnt, lengths),
-        "prompt": [json.dumps(item.prompt or item.row.prompt, ensure_ascii=False) for item in rows],
+        "prompt": [item.prompt_json for item in rows],
         "reference": [item.row.answer for item in rows],
         "where": [item.row.where for item in rows],
         "pairs": lists(pairs, sizes),

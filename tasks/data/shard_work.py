@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from tasks.contracts import Contract, Count
 from tasks.data.album import ShardAlbum, unchanged
@@ -135,8 +135,7 @@ def prepare_shard(job: Job, tick: Callable[[int], object] | None = None) -> Shar
     return report
 
 
-@dataclass(frozen=True)
-class _Read:
+class _Read(NamedTuple):
     """A row as it was read, or why it is bad; `piece`: it is a later piece of a text."""
 
     position: int

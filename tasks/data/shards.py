@@ -18,7 +18,7 @@ from tasks.errors import UserError
 FIRST_ROWS, FIRST_BYTES = 200, 64 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RawRow:
     """A row as it stood in its source; `where` names file and row for the user."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,7 +132,8 @@ class Encoder:
         Raises:
             UserError: a conversation, and there is no template.
         """
-        refused = {id(row): error for row in rows if (error := _refusal(row, self.vision))}
+        unsure = rows if self.vision else [row for row in rows if row.images]
+        refused = {id(row): error for row in unsure if (error := _refusal(row, self.vision))}
         chats = [row for row in rows if row.kind == "chat" and id(row) not in refused]
         rendered = {id(row): found for row, found in zip(chats, self._render(chats), strict=True)}
         drafts = [refused.get(id(row)) or self._draft(row, rendered.get(id(row))) for row in rows]
@@ -185,7 +185,7 @@ class Encoder:
             return rendered
         if rendered is not None:
             draft = self._chat(row, rendered)
-            return replace(draft, pictures=row.pictures) if isinstance(draft, Draft) else draft
+            return draft._replace(pictures=row.pictures) if isinstance(draft, Draft) else draft
         everything = row.kind == "text" or self._learn == "all"
         contents = [self._marked(content, row) for _, content in row.messages]
         text = "".join(contents)

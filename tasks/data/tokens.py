@@ -156,7 +156,7 @@ class Tokeniser:
         """The tokens of each text, in their order."""
         if self._backend is None:
             return [PlainTokens(self._tokenizer, text) for text in texts]
-        found: list[Tokens | None] = [self._words.encode(text) if self._words else None for text in texts]
+        found: list[Tokens | None] = [*self._words.encode(texts)] if self._words else [None] * len(texts)
         left = [number for number, tokens in enumerate(found) if tokens is None]
         if left:
             encodings = self._backend.encode_batch(

@@ -52,8 +52,9 @@ class Capabilities:
         )
 
 
+ZERO = frozenset({"zero0", "zero1", "zero2", "zero3"})
 TRAINABLE_NOW = Capabilities(
-    shardings=frozenset({"none", "fsdp2"}),
+    shardings=frozenset({"none", "fsdp2"}) | ZERO,
     levels=("none", "selective", "full"),
     methods=("full", "lora", "qlora"),
     tensor=True,
@@ -63,12 +64,12 @@ TRAINABLE_NOW = Capabilities(
     # their own, and Falcon's of transformers 5.17 does not look at positions.
     isolating_families=frozenset(FAMILIES)
     - {"mpt", "opt", "falcon", "llama_alibi", "qwen", "baichuan", "chatglm"},
-    offload=False,
+    offload=True,
     nodes=False,
     images=False,
 )
 EVERYTHING = Capabilities(
-    shardings=frozenset({"none", "fsdp2", "zero1", "zero2", "zero3"}),
+    shardings=frozenset({"none", "fsdp2"}) | ZERO,
     levels=("none", "selective", "full"),
     methods=("full", "lora", "qlora"),
     tensor=True,

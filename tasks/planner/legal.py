@@ -191,8 +191,6 @@ def one_process_replicates(plan: Plan, ground: Ground) -> str | None:
 
 
 def device_fits(plan: Plan, ground: Ground) -> str | None:
-    if plan.device == "cpu" and plan.engine == "deepspeed":
-        return "deepspeed is planned for GPUs alone, and training is on the CPU here; use the engine torch"
     if plan.backend == "gloo" and plan.device == "cuda":
         if plan.sharding == "fsdp2":
             return (

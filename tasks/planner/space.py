@@ -101,7 +101,7 @@ def levels(problem: Problem, layout: Plan) -> tuple[str, ...]:
 
 def complexity(plan: Plan) -> int:
     """How much machinery a plan needs beside plain processes; breaks near ties."""
-    shared = {"none": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 3}[plan.sharding]
+    shared = {"none": 0, "fsdp2": 1, "zero0": 2, "zero1": 2, "zero2": 2, "zero3": 3}[plan.sharding]
     piped = {"none": 0, "gpipe": 3, "1f1b": 3, "interleaved1f1b": 4, "zerobubble": 5}[plan.schedule]
     offloaded = (plan.offload != "none") + (plan.offload_parameters != "none")
     mixed = plan.dp_replicate > 1 and shared > 0
@@ -147,13 +147,23 @@ def _sharings(problem: Problem, dp: int, tp: int, nvme: bool) -> list[Sharing]:
         if dp > MANY_RANKS:
             shards = [shard for shard in shards if shard in (dp, within)]
         found += [Sharing("torch", "fsdp2", dp // shard, shard) for shard in shards]
-    if dp > 1:
-        found += [Sharing("deepspeed", zero, 1, dp) for zero in ("zero1", "zero2", "zero3") if zero in can]
+    return found + _zero(problem, dp, nvme)
+
+
+def _zero(problem: Problem, dp: int, nvme: bool) -> list[Sharing]:
+    """DeepSpeed's ways. On a CPU, and without sharing anything (zero0), only where a pin asks for them."""
+    can, pins = problem.capabilities.shardings, problem.pins
+    pinned = pins.engine == "deepspeed" or (pins.sharding or "").startswith("zero")
+    if "zero2" not in can or (problem.hardware.device == "cpu" and not pinned):
+        return []
+    stages = ["zero0"] if pins.sharding == "zero0" else []
+    stages += ["zero1", "zero2", "zero3"] if dp > 1 or pinned else []
+    found = [Sharing("deepspeed", zero, 1, dp) for zero in stages if zero in can]
     if problem.capabilities.offload:
         wheres = {"cpu"} | ({"nvme"} if nvme else set()) | ({pins.offload} if pins.offload else set())
         for where in sorted(wheres - {"none"}):
-            stages = ("zero3",) if where == "nvme" else ("zero2", "zero3")
-            found += [Sharing("deepspeed", zero, 1, dp, where) for zero in stages]
+            with_offload = ("zero3",) if where == "nvme" else ("zero2", "zero3")
+            found += [Sharing("deepspeed", zero, 1, dp, where) for zero in with_offload]
             found.append(Sharing("deepspeed", "zero3", 1, dp, where, where))
     return found
 

@@ -92,7 +92,7 @@ def _check(stage: EmptyStage, weights: Weights, adapters: LoadedWeights) -> None
     """There are numbers for everything that has none. To be asked before room is made, which is full of any."""
     packed = {id(buffer) for module in _packed_layers(stage.part) for buffer in module.buffers()}
     for name, tensor in (*stage.part.named_parameters(), *stage.part.named_buffers()):
-        known = id(tensor) in packed or name in adapters or _in_the_base(name) in weights
+        known = id(tensor) in packed or name in adapters or in_the_base(name) in weights
         if tensor.is_meta and not known:
             raise RuntimeError(f"{name} would be left without numbers")
 
@@ -117,7 +117,7 @@ def _jobs(
 ) -> Iterator[_Job]:
     packed = {id(module.weight): module for module in _packed_layers(stage.part)}
     for piece in pieces_of(stage.part, stage.parts, {}, first_stage=True, frozen=True):
-        name = _in_the_base(piece.name)
+        name = in_the_base(piece.name)
         if id(piece.weight) in packed:
             read = partial(_quantise, packed[id(piece.weight)], piece, name, weights, device)
             size = packed[id(piece.weight)].made_of.numel() * weights.kind(name).itemsize
@@ -127,7 +127,7 @@ def _jobs(
         for offsets, view in _views(piece):
             yield _Job(source, key, view.nbytes, partial(source.read, key, offsets, view))
     for own_name, buffer in stage.part.named_buffers():
-        name = _in_the_base(own_name)
+        name = in_the_base(own_name)
         if name in weights:
             read = partial(weights.read, name, (0,) * buffer.dim(), buffer)
             yield _Job(weights, name, buffer.nbytes, read)
@@ -149,6 +149,6 @@ def _views(piece: Piece) -> Iterable[tuple[Sequence[int], torch.Tensor]]:
     return piece.box(piece.weight).inside.items()
 
 
-def _in_the_base(name: str) -> str:
+def in_the_base(name: str) -> str:
     """A parameter's name before adapters were put around it."""
     return name.removeprefix(IN_PEFT).replace(".base_layer.", ".")

@@ -117,10 +117,17 @@ class Box(torch.Tensor):
 
     @classmethod
     def of(cls, inside: torch.Tensor, whole: torch.Size, boxes: Sequence[ChunkStorageMetadata]) -> Box:
-        box = torch.Tensor._make_wrapper_subclass(cls, whole, dtype=inside.dtype, device=inside.device)
         inside = inside.detach()
         views = inside.split([each.sizes[0] for each in boxes]) if len(boxes) > 1 else (inside,) * len(boxes)
-        box.inside = {each.offsets: view for each, view in zip(boxes, views, strict=True)}
+        return cls.holding(
+            {each.offsets: view for each, view in zip(boxes, views, strict=True)}, whole, inside
+        )
+
+    @classmethod
+    def holding(cls, inside: dict[torch.Size, torch.Tensor], whole: torch.Size, like: torch.Tensor) -> Box:
+        """Args: inside: views by where in the whole they begin; like: has their type and device."""
+        box = torch.Tensor._make_wrapper_subclass(cls, whole, dtype=like.dtype, device=like.device)
+        box.inside = inside
         return box
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

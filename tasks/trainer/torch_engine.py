@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from transformers import get_scheduler
 
 from tasks.contracts import Plan, Precision
 from tasks.params import TrainParams
@@ -27,6 +25,7 @@ from tasks.trainer.loss_scale import LossScale
 from tasks.trainer.mesh import first_and_last_stage, group_over
 from tasks.trainer.parallelize import local_device, parallelize
 from tasks.trainer.pieces import local, squared_norm, sum_gradients
+from tasks.trainer.step_parts import schedule_of, tell
 from tasks.trainer.weights import MetaModel
 
 
@@ -57,16 +56,7 @@ class TorchEngine:
             weight_decay=train.weight_decay,
             fused=plan.device == "cuda",
         )
-        self.schedule = get_scheduler(
-            train.lr_scheduler_type,
-            self.optimizer,
-            num_warmup_steps=round(train.warmup_ratio * total_steps),
-            num_training_steps=total_steps + 1,
-        )
-        # transformers' schedules begin at rate zero, which would waste the first step: begin one later.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
-            self.schedule.step()
+        self.schedule = schedule_of(self.optimizer, train, total_steps)
         self.loss_scale = LossScale(enabled=precision == "float16")
         self._hook = self._hook_of_ddp()
         self.step_clock = StepClock(self.modules, plan.device == "cuda", self._hook)
@@ -108,13 +98,9 @@ class TorchEngine:
         self.loss_scale.update(finite)
         rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
-        told = self._tell(summed / target_tokens, flags)
+        loss, told = tell(summed / target_tokens, flags, self.plan)
         result = StepResult(
-            loss=told[0],
-            grad_norm=float(norm),
-            learning_rate=rate,
-            skipped=not finite,
-            flags=tuple(value > 0 for value in told[1:]),
+            loss=loss, grad_norm=float(norm), learning_rate=rate, skipped=not finite, flags=told
         )
         self.step_clock.stop()
         return result
@@ -191,15 +177,6 @@ class TorchEngine:
         gradients = [local(weight.grad) for weight in self.trainable if weight.grad is not None]
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         return norm
-
-    def _tell(self, loss: torch.Tensor, flags: Sequence[bool]) -> list[float]:
-        """Sums loss shares and flags over ranks in one small all-reduce."""
-        told = torch.cat([loss.reshape(1), loss.new_tensor([float(flag) for flag in flags])])
-        if self.plan.world_size > 1:
-            dist.all_reduce(told)
-        # Ranks of one slice group have the same loss, and only the last stage has one at all.
-        told[0] /= self.plan.tp
-        return [float(value) for value in told.tolist()]
 
     # --- state ----------------------------------------------------------------------------------
 

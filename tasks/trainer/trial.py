@@ -8,8 +8,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -66,12 +68,15 @@ def run_trial(request: TrialRequest) -> TrialResult:
 def _measure(request: TrialRequest) -> TrialResult:
     import torch
 
-    from tasks.trainer.torch_engine import TorchEngine
+    from tasks.trainer.engines import make_engine
 
     plan = request.plan
-    engine = TorchEngine(random_model(request, 0), request.train, plan, request.precision, 100, 0)
+    base = random_model(request, 0)
+    vocab = base.model.config.vocab_size
+    swap = Path(tempfile.mkdtemp(prefix="elastane-nvme-")) if plan.offload == "nvme" else None
+    engine = make_engine(base, request.train, plan, request.precision, 100, 0, swap)
+    del base
     cuda = plan.device == "cuda"
-    vocab = engine.model.config.vocab_size
     if cuda:
         gc.collect()
         torch.cuda.empty_cache()  # of matrices that were drawn whole
@@ -90,6 +95,8 @@ def _measure(request: TrialRequest) -> TrialResult:
         engine.train_step(batches, targets, ())
         taken.append(time.perf_counter() - begin)  # train_step reads the loss, so the device has caught up
     engine.close()
+    if swap is not None:
+        shutil.rmtree(swap, ignore_errors=True)
     peak = torch.cuda.max_memory_reserved() if cuda else None
     return TrialResult(plan=plan, seconds=statistics.median(taken[WARM_UP:]), peak_bytes=peak, failed=None)
 

@@ -75,11 +75,11 @@ def _train(
 ) -> None:
     from tasks.data.order import SampleOrder
     from tasks.data.packing import training_rows
+    from tasks.trainer.engines import make_engine
     from tasks.trainer.finish import finish
     from tasks.trainer.loading import loaded_dtype
     from tasks.trainer.loop import Job, Lengths, train_loop
     from tasks.trainer.performance import GpuWatch, rank_performance
-    from tasks.trainer.torch_engine import TorchEngine
     from tasks.trainer.tracking import Tracker
 
     split = training_rows(paths.prepared)
@@ -91,7 +91,9 @@ def _train(
         say(f"training {steps} steps of {params.global_batch} samples in {precision}, plan {plan.name}")
     kept = loaded_dtype(params.train.finetuning_type, precision)
     # Nothing else holds on to what it was made from.
-    engine = TorchEngine(_open_base(paths, kept, rank), params.train, plan, precision, steps, params.seed)
+    base = _open_base(paths, kept, rank)
+    engine = make_engine(base, params.train, plan, precision, steps, params.seed, run / "nvme")
+    del base
     job = Job(run, order.run_key, plan, precision, params.train, split, samples, steps, rank)
     tracker = Tracker(params, paths, order.run_key, plan) if rank == 0 else None
     gpu = GpuWatch(plan)

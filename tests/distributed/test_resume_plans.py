@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tasks.contracts import Plan
+from tasks.contracts import Plan, Precision
 from tests import tiny
 from tests.distributed.compare import assert_same, start_weights, workspace
 from tests.distributed.ranks import train
@@ -45,19 +45,25 @@ def test_the_tour_has_every_ordered_pair() -> None:
     assert sorted(pairwise(grand_tour("abc"))) == sorted((a, b) for a in "abc" for b in "abc")
 
 
-def travel(root: Path, visits: Sequence[Plan]) -> None:
+def travel(
+    root: Path,
+    visits: Sequence[Plan],
+    precision: Precision = "float64",
+    loss: float = 1e-9,
+    moved: float = 1e-9,
+) -> None:
     """Trains the workspace's recipe once without a stop and once changing plans; both are the same run."""
-    whole = train(root, tiny.params(), visits[0], "float64", run_key="whole")
+    whole = train(root, tiny.params(), visits[0], precision, run_key="whole")
     assert len(whole.records) >= STEPS_A_LEG * (len(visits) - 1)
     done = 0
     for number, plan in enumerate(visits[:-1]):
         part = train(
-            root, tiny.params(), plan, "float64", run_key="tour", stop_at=done + 1, fresh=number == 0
+            root, tiny.params(), plan, precision, run_key="tour", stop_at=done + 1, fresh=number == 0
         ).records
         assert done < len(part) < len(whole.records)
         done = len(part)
-    last = train(root, tiny.params(), visits[-1], "float64", run_key="tour", fresh=False)
-    assert_same(whole, last, start_weights(root), loss=1e-9, moved=1e-9)
+    last = train(root, tiny.params(), visits[-1], precision, run_key="tour", fresh=False)
+    assert_same(whole, last, start_weights(root), loss=loss, moved=moved)
 
 
 def recipe(root: Path, method: str, epochs: int, model: Mapping[str, Any] = QWEN) -> Path:

@@ -91,8 +91,7 @@ def test_a_schedules_rule_decides_the_micro_batch() -> None:
         ("pp8", "pp=8 is more than the model's 4 layers"),
         ("pp4-interleaved", "is more than the model's 4 layers"),
         ("fsdp1", "fsdp2 over one rank shares nothing out"),
-        ("zero2", "needs DeepSpeed"),
-        ("zero3+nvme", "needs DeepSpeed"),
+        ("zero2dp3", "does not divide the global batch 8"),
         ("dataparallel", "DataParallel"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tasks.data.formats import RawRow, canonical, detect
-from tasks.data.rows import BadRow, Row
+from tasks.data.rows import BadRow, Row, written
 from tasks.errors import UserError
 from tests.unit.reading import read, write_lines
 
@@ -116,6 +116,16 @@ def test_columns_are_read_by_the_names_they_have_in_the_source() -> None:
     names = {"messages": "talk", "role": "who", "content": "said", "user": "Client", "assistant": "Agent"}
     assert row({"talk": turns}, **names).messages == PLAIN
     assert row({"content": "x", "messages": [USER, ASSISTANT]}, text="content").kind == "text"
+
+
+def test_what_is_hashed_and_kept_of_a_row_is_what_json_dumps_writes() -> None:
+    said = ("system", 'q "\\/\b\f\n\r\t\x00\x1f\x7f'), ("user", "é 天 🦜\u2028\ufeff"), ("assistant", "a")
+    assert written(said) == json.dumps(said, ensure_ascii=False)
+    found = Row(said, "g", "w")
+    assert found.prompt_json == json.dumps(found.prompt, ensure_ascii=False)
+    call = {"function": {"name": "look", "arguments": {}}}
+    asked = row({"messages": [USER, ASSISTANT | {"tool_calls": [call]}, TOOL, ASSISTANT]})
+    assert json.loads(asked.prompt_json) == asked.prompt != []
 
 
 def test_rows_that_belong_together_have_one_group() -> None:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tasks.data.prompts import PROMPTS
+from tasks.data.rendering import Template
 from tasks.data.rows import BadRow, Row
 from tasks.data.templates import Encoded, Encoder, encode, load_tokenizer
 from tasks.errors import UserError
@@ -311,6 +314,25 @@ def test_ids_are_those_of_the_whole_text_where_words_merge() -> None:
     assert len(found.input_ids) < len(whole)
     learnt = tokenizer.decode([label for label in found.labels if label != -100])
     assert learnt == "two three ü<|im_end|>one<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [*(prompt.text for prompt in PROMPTS.values()), tiny.CHATML, WITH_BEGIN, FORGETFUL, MARKED, PLAIN],
+)
+def test_many_conversations_are_written_as_apply_chat_template_writes_each(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
+    asked = Row((("system", '<s> & "you"'), *TALK.messages), "g", "w")
+    chats = [row.chat for row in (TALK, asked, TALK)]
+    try:
+        expected = tokenizer.apply_chat_template(chats, chat_template=template, tokenize=False)
+    except TemplateError as error:
+        with pytest.raises(BadRow) as refused:
+            Template(tokenizer, template).render_all(chats)
+        assert str(error) in refused.value.reason
+    else:
+        assert Template(tokenizer, template).render_all(chats) == expected
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tasks.data.cutting import cutter_of
 from tasks.data.tokens import LibraryTokens
 from tasks.data.words import Words
 from tests.unit import legacy_cases
@@ -107,7 +108,7 @@ def test_ids_and_borders_are_the_librarys(
     tokenizers: dict[str, tuple[PreTrainedTokenizerFast, Words]], text: str, data: st.DataObject
 ) -> None:
     for kind, (tokenizer, words) in tokenizers.items():
-        mine = words.encode(text)
+        _, mine = words.encode(["before it", text])
         if mine is None:
             assert not text.isascii(), kind
             continue
@@ -118,6 +119,17 @@ def test_ids_and_borders_are_the_librarys(
         assert mine.starting_before(char) == theirs.starting_before(char), kind
         token = data.draw(st.integers(0, len(mine.ids)))
         assert mine.whole(token) == theirs.whole(token), kind
+
+
+def test_phrases_are_known_where_words_keep_within_them() -> None:
+    phrased = {
+        kind: cutter_of(byte_level(kind).backend_tokenizer, set()) for kind in ("gpt2", "qwen", "smollm")
+    }
+    assert all(cutter is not None and cutter.phrased for cutter in phrased.values())
+    over = byte_level("qwen")
+    over.backend_tokenizer.pre_tokenizer = by_words(QWEN.replace(r"[\r\n]*", r"[\r\n/]*"))
+    cutter = cutter_of(over.backend_tokenizer, set())
+    assert cutter is not None and not cutter.phrased, "a word may go on behind a line's end"
 
 
 def test_other_kinds_are_left_to_the_library() -> None:

@@ -1,0 +1,198 @@
+"""The engine deepspeed: ZeRO 0 to 3 and offload by DeepSpeed, under our own loop, sample order, loss and schedule."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tasks.contracts import Plan, Precision
+from tasks.params import TrainParams
+from tasks.trainer import training_state
+from tasks.trainer.adapters import attach_adapters, stay_in_half
+from tasks.trainer.clock import StepClock
+from tasks.trainer.engine import Batch, StepResult
+from tasks.trainer.filling import EmptyStage, fill
+from tasks.trainer.isolation import documents_of
+from tasks.trainer.loss import learnt_positions
+from tasks.trainer.loss_scale import LossScale
+from tasks.trainer.parallelize import count_parameters, local_device, prepared
+from tasks.trainer.step_parts import schedule_of, tell
+from tasks.trainer.weights import LoadedWeights, MetaModel, take_out
+from tasks.trainer.zero_config import zero_config
+from tasks.trainer.zero_loading import fill_partitioned
+from tasks.trainer.zero_state import ZeroState
+
+
+class DeepSpeedEngine:
+    """Implements `Engine` for every plan of the engine deepspeed.
+
+    Parameters are in float32 under autocast, and gradients are reduced in float32, as under the native engine: so
+    DeepSpeed's own modes for half precision, which round differently, are not used.
+    """
+
+    def __init__(
+        self,
+        base: MetaModel,
+        train: TrainParams,
+        plan: Plan,
+        precision: Precision,
+        total_steps: int,
+        seed: int,
+        swap: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            swap: folder for what the plan keeps on NVMe.
+        """
+        deepspeed = import_deepspeed(plan)
+        self.train, self.plan, self.precision = train, plan, precision
+        self.device = local_device(plan)
+        self._config = zero_config(plan, train, swap)
+        self.model = attach_adapters(base.model, train, seed).train()
+        stay_in_half(self.model, precision)
+        adapters = LoadedWeights(take_out(self.model))
+        self._parameters, self.outline = count_parameters(self.model), copy.deepcopy(self.model)
+        module = prepared(self.model, base.model, plan, precision, None, 0)
+        deepspeed.init_distributed(dist_backend="nccl" if plan.device == "cuda" else "gloo")
+        if plan.sharding == "zero3":
+            fill_partitioned(module, self.model, base.weights, adapters, self.device, self._config)
+        else:
+            fill([EmptyStage(module, self.model, None)], base.weights, adapters, self.device)
+        trainable = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        self.optimizer = self._optimizer(list(trainable.values()))
+        self.schedule = schedule_of(self.optimizer, train, total_steps)
+        self.engine, wrapped, _, _ = deepspeed.initialize(
+            model=module, optimizer=self.optimizer, config=self._config, dist_init_required=False
+        )
+        self.state = ZeroState(wrapped, self.optimizer, trainable)
+        self._zero = wrapped if self.state.stage else None
+        self._trainable = list(trainable.values())
+        self.loss_scale = LossScale(enabled=precision == "float16")
+        self.step_clock = StepClock(module, plan.device == "cuda")
+
+    def _optimizer(self, trainable: list[torch.nn.Parameter]) -> torch.optim.AdamW:
+        train = self.train
+        return torch.optim.AdamW(
+            trainable,
+            lr=train.learning_rate,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_epsilon,
+            weight_decay=train.weight_decay,
+            # On a CPU, too: what is offloaded is stepped by all cores in one pass.
+            fused=self.plan.device == "cuda" or self.plan.offload != "none",
+        )
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def train_step(self, batches: Sequence[Batch], target_tokens: int, flags: Sequence[bool]) -> StepResult:
+        """See `Engine.train_step`."""
+        self.step_clock.start()
+        summed = torch.zeros((), dtype=torch.float64, device=self.device)
+        # DeepSpeed takes means over ranks.
+        factor = self.plan.data_parallel / target_tokens
+        if self._zero is not None and self.loss_scale.enabled:
+            self._zero.override_loss_scale(self.loss_scale.value)
+        elif self.loss_scale.enabled:
+            factor *= self.loss_scale.value
+        for index, batch in enumerate(batches):
+            self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            loss = self._loss_sum(batch)
+            summed += loss.detach().double()
+            self.engine.backward(loss * factor, scale_wrt_gas=False)
+        self.step_clock.reduced()
+        norm, taken = self._step_alone() if self._zero is None else self._step_of_zero()
+        self.loss_scale.update(taken)
+        rate = float(self.schedule.get_last_lr()[0])
+        self.schedule.step()
+        told, others = tell(summed / target_tokens, flags, self.plan)
+        result = StepResult(loss=told, grad_norm=norm, learning_rate=rate, skipped=not taken, flags=others)
+        self.step_clock.stop()
+        return result
+
+    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+        sent = (batch.input_ids, batch.labels, learnt_positions(batch.labels))
+        packed = {} if batch.positions is None else {"documents": documents_of(batch.positions, self.device)}
+        loss: torch.Tensor = self.engine(
+            *(tensor.to(self.device, non_blocking=True) for tensor in sent), **packed
+        )
+        return loss
+
+    def _step_of_zero(self) -> tuple[float, bool]:
+        """(gradient norm, whether the step was taken): DeepSpeed unscales, takes the norm, clips and steps."""
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm()), bool(self.engine.was_step_applied())
+
+    def _step_alone(self) -> tuple[float, bool]:
+        """The same without ZeRO, where every rank has every gradient."""
+        gradients = [weight.grad for weight in self._trainable if weight.grad is not None]
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        norm = squares.sqrt() / self.loss_scale.value
+        finite = not self.loss_scale.enabled or bool(norm.isfinite())
+        if not finite:
+            self.engine.zero_grad()
+            return float(norm), False
+        factor = (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.value
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        self.engine.step()
+        return float(norm), True
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def _all_state(self) -> dict[str, Any]:
+        self.state.fill()
+        small = {"schedule": self.schedule.state_dict(), "scaler": self.loss_scale.state_dict()}
+        return self.state.boxes() | small
+
+    def save(self, folder: Path) -> None:
+        """Trainable weights and optimizer state by parameter name, as every engine writes them."""
+        dcp.save(self._all_state(), checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        state = self._all_state()
+        dcp.load(state, checkpoint_id=folder)
+        self.state.take()
+        self.schedule.load_state_dict(state["schedule"])
+        for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
+            group["lr"] = rate
+        self.loss_scale.load_state_dict(state["scaler"])
+
+    def export(self, folder: Path, checkpoint: Path) -> None:
+        """See `Engine.export`."""
+        if dist.get_rank() != 0:
+            return
+        training_state.export(self.outline, self.train, self.precision, checkpoint, folder)
+
+    def parameter_counts(self) -> tuple[int, int]:
+        return self._parameters
+
+    def clock(self) -> dict[str, float]:
+        return dict(self.step_clock.totals)
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def import_deepspeed(plan: Plan) -> Any:
+    """The library, told which device it is for and to keep quiet: it looks at the environment as it is imported."""
+    os.environ.setdefault("DS_ACCELERATOR", plan.device)
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    # It calls torch's collectives by their older names.
+    warnings.filterwarnings(
+        "ignore", message=".*(reduce_scatter_tensor|all_gather_into_tensor)", category=FutureWarning
+    )
+    if plan.device == "cpu":
+        # A sum over processes by shared memory, for inference; it would be compiled for minutes.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

@@ -1,0 +1,133 @@
+"""A ds_config.json against the recipe: pins, conflicts with both values and who wins, what passes through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tasks.errors import UserError
+from tasks.planner.deepspeed_config import RecipeFacts, deepspeed_wishes, names_of, with_passed
+
+RECIPE = RecipeFacts(32, "adamw_torch", 5e-5, (0.9, 0.999), 1e-8, 0.0, 1.0, "linear", "float16")
+# The first seed's.
+SEED: dict[str, Any] = {
+    "train_batch_size": 32,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    "fp16": {"enabled": True},
+}
+
+
+def test_the_first_seeds_config_pins_its_plan_and_contradicts_nothing() -> None:
+    found = deepspeed_wishes(SEED, RECIPE)
+    assert found.pins == {
+        "engine": "deepspeed",
+        "sharding": "zero3",
+        "offload": "cpu",
+        "offload_parameters": "none",
+        "accumulation": 2,
+    }
+    assert found.conflicts == ()
+    assert list(names_of(found.passed)) == ["zero_optimization.offload_optimizer.pin_memory"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"train_batch_size": 64}, "train_batch_size=64 of the ds_config is not train.global_batch=32"),
+        (
+            {"optimizer": {"type": "Lion"}},
+            "optimizer.type=Lion of the ds_config is not train.optim=adamw_torch",
+        ),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "optimizer.type=Adam"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
+            "optimizer.params.lr=0.0001 of the ds_config is not train.learning_rate=5e-05",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}},
+            "adam_beta1, adam_beta2=[0.9, 0.999]",
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler.type=WarmupLR of the ds_config is not train.lr_sch"),
+        ({"gradient_clipping": 0.3}, "gradient_clipping=0.3 of the ds_config is not train.max_grad_norm=1.0"),
+        (
+            {"fp16": {"enabled": False}, "bf16": {"enabled": True}},
+            "bf16.enabled=true of the ds_config is not train.p",
+        ),
+    ],
+)
+def test_a_conflict_is_named_with_both_values_and_the_recipe_wins(
+    changes: dict[str, Any], sentence: str
+) -> None:
+    (conflict,) = deepspeed_wishes(SEED | changes, RECIPE).conflicts
+    assert sentence in conflict and conflict.endswith("of params.yaml; params.yaml wins")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"train_batch_size": 31},
+            "train_batch_size=31 of the ds_config is no multiple of its gradient_accumul",
+        ),
+        ({"train_batch_size": 30, "gradient_accumulation_steps": 5}, "does not divide train.global_batch=32"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}},
+            "offload_param.device='tape'",
+        ),
+        ({"zero_optimization": [3]}, "reads a section of keys there"),
+        ({"gradient_accumulation_steps": 0}, "no whole number of 1 or more"),
+        ({"gradient_accumulation_steps": True}, "no whole number of 1 or more"),
+        ({"bf16": {"enabled": True}}, "enables fp16 and bf16 at once"),
+        ({"gradient_clipping": "much"}, "gradient_clipping='much' of the ds_config is no number"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        deepspeed_wishes(SEED | changes, RECIPE)
+    assert sentence in str(refused.value)
+
+
+def test_auto_says_nothing_and_unknown_keys_pass_through() -> None:
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 2, "overlap_comm": False, "reduce_bucket_size": "auto"},
+        "aio": {"thread_count": 2},
+        "invented_key": 7,
+    }
+    found = deepspeed_wishes(config, replace(RECIPE, precision="bfloat16"))
+    assert found.conflicts == ()
+    assert found.pins == {
+        "engine": "deepspeed",
+        "sharding": "zero2",
+        "offload": "none",
+        "offload_parameters": "none",
+    }
+    assert sorted(names_of(found.passed)) == [
+        "aio.thread_count",
+        "invented_key",
+        "zero_optimization.overlap_comm",
+    ]
+    ours = {"gradient_clipping": 1.0, "zero_optimization": {"stage": 2, "overlap_comm": True}}
+    assert with_passed(ours, found.passed) == {
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "overlap_comm": False},
+        "aio": {"thread_count": 2},
+        "invented_key": 7,
+    }
+
+
+def test_the_folder_on_nvme_is_read() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/fast/disk"}}
+    found = deepspeed_wishes({"zero_optimization": zero}, RECIPE)
+    assert found.nvme_path == "/fast/disk" and found.pins["offload"] == "nvme"
