@@ -59,7 +59,7 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
     left_out = sum(manifest.rejected.values())
     say(
         f"prepare_data: {manifest.train.rows} rows to train on ({manifest.train.tokens:,} tokens), "
-        f"{_packs(manifest)}"
+        f"{_pictures(manifest)}{_packs(manifest)}"
         f"{manifest.validation.rows} held out ({manifest.validation.tokens:,} tokens), "
         f"{left_out} of {manifest.rows_in} left out"
         + "".join(f"; {count} {reason}" for reason, count in manifest.rejected.items())
@@ -71,6 +71,11 @@ def prepare_data(params: Params, paths: Paths) -> DataManifest:
             f"{params.global_batch}: an epoch is one step, of all of them"
         )
     return manifest
+
+
+def _pictures(manifest: DataManifest) -> str:
+    train = manifest.train
+    return f"with {train.images} pictures ({train.image_tokens:,} of the tokens), " if train.images else ""
 
 
 def _packs(manifest: DataManifest) -> str:
@@ -172,6 +177,7 @@ def _prepare(known: Sequence[Known], params: Params, paths: Paths) -> DataManife
     from tasks.data.parts import Layout, prepare_parts
     from tasks.data.prepared import Split
     from tasks.data.store import content_hash
+    from tasks.data.vision import pixels_hash
 
     wanted = params.prepare_data
     layout = Layout.of([one.source for one in known])
@@ -192,6 +198,8 @@ def _prepare(known: Sequence[Known], params: Params, paths: Paths) -> DataManife
     lines.write(fresh / paths.rejected.name, shared)
     with heartbeat("hashing what was prepared"):
         identity = content_hash(fresh, {name: split.rows for name, split in found.splits.items()})
+    if found.pictures:  # the same ids and files may become other pixels
+        identity = _joined([identity, pixels_hash(paths.base)])
     packed = None
     if wanted.packing == "best_fit":
         packed = write_packs(fresh, Split.open(fresh, "train").lengths(), wanted.max_length)
@@ -278,6 +286,7 @@ def _manifest(
         pieces=found.pieces + bad.pieces,
         repeated=found.repeated,
         unused=found.unused,
+        pictures=found.pictures,
         sources=tuple(sources),
         leakage=found.leakage(wanted.near_duplicate_threshold),
     )

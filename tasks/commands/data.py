@@ -8,8 +8,10 @@ from itertools import groupby
 from typing import Any, Literal
 
 from tasks.contracts import DataManifest
+from tasks.data.image_turns import with_sizes
 from tasks.data.prepared import IGNORED, Split
 from tasks.data.templates import load_tokenizer
+from tasks.data.vision import Vision
 from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
@@ -72,7 +74,8 @@ def look(params: Params, paths: Paths, split: SplitName, rows: list[int] | None,
             )
     model = params.model
     tokenizer = load_tokenizer(paths.base, model.name_or_path, model.trust_remote_code)
-    samples = tuple(_sample(opened, row, tokenizer) for row in wanted)
+    vision = Vision.of(paths.base, tokenizer, model.name_or_path) if opened.album is not None else None
+    samples = tuple(_sample(opened, row, tokenizer, vision) for row in wanted)
     return DataView(DataManifest.read(paths.manifest), split, samples, _rejected(paths, count))
 
 
@@ -81,13 +84,14 @@ def _spread(total: int, count: int) -> list[int]:
     return [number * total // shown for number in range(shown)]
 
 
-def _sample(split: Split, row: int, tokenizer: Any) -> Sample:
+def _sample(split: Split, row: int, tokenizer: Any, vision: Vision | None) -> Sample:
+    sizes = split.image_sizes()[split.image_numbers(row)].tolist()
     ids, labels = split.tokens(row)
     learnt = (labels != IGNORED).tolist()
     spans = []
     for is_learnt, group in groupby(range(len(ids)), key=learnt.__getitem__):
         text = tokenizer.decode(ids[list(group)].tolist(), clean_up_tokenization_spaces=False)
-        spans.append(Span(str(text), is_learnt))
+        spans.append(Span(with_sizes(str(text), sizes, vision.token) if vision else str(text), is_learnt))
     return Sample(row, len(ids), sum(learnt), tuple(spans))
 
 

@@ -31,12 +31,17 @@ class BaseModelRef(Contract):
 
 
 class SplitCounts(Contract):
-    """One split. `target_tokens` are those the loss is taken on; `longest` is in tokens."""
+    """One split. `target_tokens` are those the loss is taken on; `longest` is in tokens.
+
+    `images` counts a picture as often as rows show it, and `image_tokens` are those of `tokens` that stand for them.
+    """
 
     rows: Count
     tokens: Count
     target_tokens: Count
     longest: Count
+    images: Count = 0
+    image_tokens: Count = 0
 
 
 class LengthBin(Contract):
@@ -92,7 +97,8 @@ class DataManifest(Contract):
     rows_in + pieces + repeated = train.rows + validation.rows + unused + sum(rejected.values()), where `pieces` are
     the rows more that long texts were cut into, `repeated` the copies that a source's weight asks for, and `unused`
     the rows that are not in the share of a source that its weight takes. `mended`: rows that were repaired, by fault.
-    `train` counts rows as they were encoded; `packed` says what is trained on where they were packed.
+    `train` counts rows as they were encoded; `packed` says what is trained on where they were packed. `pictures`: the
+    distinct ones in images.arrow.
     """
 
     source: str
@@ -110,6 +116,7 @@ class DataManifest(Contract):
     pieces: Count = 0
     repeated: Count = 0
     unused: Count = 0
+    pictures: Count = 0
     sources: tuple[SourceCounts, ...] = ()
     leakage: Leakage | None = None
     packed: PackCounts | None = None

@@ -52,6 +52,14 @@ def _words(row: Row) -> Sequence[str | bytes]:
     return WORD.findall(text.lower())
 
 
+def _pictures(row: Row) -> int:
+    """A number that changes with the row's pictures: of other pictures the same words say something else."""
+    if not row.pictures:
+        return 0
+    shown = b"".join(picture.identity for picture in row.pictures)
+    return int.from_bytes(hashlib.blake2b(shown, digest_size=8).digest(), "little")
+
+
 _HASHES = _Hashes()
 
 
@@ -72,6 +80,7 @@ def word_pairs(rows: Sequence[Row]) -> tuple[Array, Array]:
     wanted[last[counts > 1]] = False
     with np.errstate(over="ignore"):
         mixed = (flat * np.uint64(0x9E3779B97F4A7C15) + follower) * np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= np.repeat(np.array([_pictures(row) for row in rows], dtype=np.uint64), counts)
     row = np.repeat(np.arange(len(rows), dtype=np.uint64), counts)
     keys = np.sort((row << np.uint64(32) | mixed >> np.uint64(32))[wanted])
     keys = keys[np.diff(keys, prepend=np.uint64(2**64 - 1)) != 0]

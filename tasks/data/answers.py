@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tasks.data.image_turns import text_of
 from tasks.data.rendering import Messages, Span, Template, stand_ins
 from tasks.data.rows import BadRow, Row
 
@@ -95,7 +96,7 @@ class Answers:
         """Each row's text and spans, or why it has none."""
         plain = [row for row in rows if not row.tools and not row.calls]
         try:
-            texts = self._template.render_all([row.chat for row in plain])
+            texts = self._template.render_all([self._template.turns(row) for row in plain])
             ready = {id(row): text for row, text in zip(plain, texts, strict=True)}
         except BadRow:
             ready = {}  # one of them; each is asked for by itself
@@ -128,7 +129,7 @@ class Answers:
                     f"the {role} turn holds {written[0]}, which the chat template writes itself",
                     "take it out of the text, where it would begin or end a turn",
                 )
-        messages, tools = row.chat, json.loads(row.tools) if row.tools else None
+        messages, tools = self._template.turns(row), json.loads(row.tools) if row.tools else None
         if text is None:
             text = self._template.render(messages, tools)
         if row.tools or row.calls:
@@ -136,7 +137,10 @@ class Answers:
             _refuse_unsaid(messages, tools or [], rendered)
             return rendered
         frame = self._frame(tuple(role for role, _ in row.messages))
-        return frame.fit([content for _, content in row.messages], text) or self._spans(messages, None, text)
+        contents = [message["content"] for message in messages]
+        # Images that are parts of a turn stand where the template puts them.
+        fitted = frame.fit(contents, text) if all(isinstance(content, str) for content in contents) else None
+        return fitted or self._spans(messages, None, text)
 
     # --- frames ---------------------------------------------------------------------------------
 
@@ -258,7 +262,7 @@ def _refuse_unsaid(messages: Messages, tools: list[Any], rendered: Rendered) -> 
         if any(_name(call) not in text[begin:end] for call in message.get("tool_calls", ())):
             raise BadRow("the chat template leaves a tool's call out", KNOWS_TOOLS)
     for message in messages:
-        said = message["content"].rpartition("</think>")[2].strip()
+        said = text_of(message["content"]).rpartition("</think>")[2].strip()
         if said and not (said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text):
             raise _left_out(message["role"])
 

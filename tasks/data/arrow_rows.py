@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from tasks.data.files import file_system, is_local
 from tasks.data.rows import BadRow, quoted
 
-# Rows that are Python objects at the same time.
-AT_ONCE = 1000
+# Rows that are Python objects at the same time, and bytes of them: rows may hold pictures.
+AT_ONCE, BYTES_AT_ONCE = 1000, 32 << 20
 
 Mend = Callable[[Any], Any]
 # (start, stop, number of the first row, bytes) of row groups or batches.
@@ -55,7 +55,9 @@ def read_parquet(
         file = pq.ParquetFile(opened)
         names = _wanted(file.schema_arrow, columns)
         groups = list(range(start, file.metadata.num_row_groups if stop is None else stop))
-        batches = file.iter_batches(AT_ONCE, groups, columns=names, use_threads=False)
+        footer = [file.metadata.row_group(number) for number in groups]
+        size, rows = sum(group.total_byte_size for group in footer), sum(group.num_rows for group in footer)
+        batches = file.iter_batches(_at_once(size, rows), groups, columns=names, use_threads=False)
         yield from _rows(batches, file.schema_arrow, names, first)
 
 
@@ -105,9 +107,15 @@ def _batches(opened: Any, start: int, stop: int | None) -> Iterator[pa.RecordBat
 def _slices(head: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     batch: pa.RecordBatch | None = head
     while batch is not None:
-        for start in range(0, batch.num_rows, AT_ONCE):
-            yield batch.slice(start, AT_ONCE)
+        step = _at_once(batch.nbytes, batch.num_rows)
+        for start in range(0, batch.num_rows, step):
+            yield batch.slice(start, step)
         batch = next(rest, None)
+
+
+def _at_once(size: int, rows: int) -> int:
+    """How many of `rows` of `size` bytes are taken at once."""
+    return min(AT_ONCE, max(1, BYTES_AT_ONCE * rows // max(1, size)))
 
 
 def _rows(

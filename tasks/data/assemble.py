@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from tasks.contracts import Leakage
 from tasks.data.accounts import DUPLICATE_ROW, NEAR_DUPLICATE, LeftOut
+from tasks.data.album import INDEX, WIDTH, identities, write_album
 from tasks.data.crew import Crew
 from tasks.data.leakage import mark_near_duplicates
 from tasks.data.merge import BEYOND, DUPLICATE, NEAR, TRAIN, UNUSED, VALIDATION, Bucket, Merge
+from tasks.data.prepared import ALBUM
 from tasks.data.store import TAKEN, SplitWriter, Tally
 from tasks.params import PrepareDataParams
 from tasks.stage import heartbeat, progress
@@ -35,6 +37,7 @@ class Assembled:
     splits: dict[str, Tally]
     sources: list[dict[str, Tally]]
     repeated: int = 0
+    pictures: int = 0  # distinct ones
     pieces: int = 0  # that long texts were cut into, their first ones aside
     fates: Array = field(default_factory=lambda: np.zeros(NEAR + 1, dtype=np.int64))
 
@@ -65,12 +68,16 @@ def decide(merge: Merge, wanted: PrepareDataParams, folder: Path, crew: Crew) ->
 
 def write_splits(merge: Merge, fates: Sequence[Array], folder: Path, left_out: LeftOut) -> Assembled:
     """Writes `<split>.arrow` into `folder`, bucket after bucket, and hands on the rows that are left out."""
+    album = _used_pictures(merge, fates)
+    if len(album):
+        write_album(_albums(merge), album, folder / ALBUM)
     found = Assembled(
         {name: Tally() for name in SPLITS}, [{name: Tally() for name in SPLITS} for _ in merge.weights]
     )
+    found.pictures = len(album)
     with ExitStack() as stack:
         bar = stack.enter_context(progress("write", merge.rows))
-        writers = {name: stack.enter_context(SplitWriter(folder / f"{name}.arrow")) for name in SPLITS}
+        writers = {name: stack.enter_context(SplitWriter(folder / f"{name}.arrow", album)) for name in SPLITS}
         for bucket, fate in zip(merge, fates, strict=True):
             found.pieces += int((bucket.keys["piece"] & (fate != BEYOND)).sum())
             found.fates += np.bincount(fate, minlength=NEAR + 1)
@@ -78,6 +85,24 @@ def write_splits(merge: Merge, fates: Sequence[Array], folder: Path, left_out: L
             _leave_out(merge, bucket, fate, left_out)
             bar.update(len(bucket))
     return found
+
+
+def _albums(merge: Merge) -> list[Path]:
+    """The shards' folders that hold pictures, in the order of the sources."""
+    folders = dict.fromkeys(run.path.parent for run in merge.runs)
+    return [folder for folder in folders if (folder / INDEX).is_file()]
+
+
+def _used_pictures(merge: Merge, fates: Sequence[Array]) -> Array:
+    """Identities of the pictures of all rows that are kept, sorted: 16 bytes of memory a picture of a row."""
+    used = [np.zeros(0, f"S{WIDTH}")]
+    if not _albums(merge):
+        return used[0]
+    for bucket, fate in zip(merge, fates, strict=True):
+        kept = bucket.order[(fate == TRAIN) | (fate == VALIDATION)]
+        column = merge.read(bucket.number, ["pictures"])["pictures"].take(kept)
+        used.append(np.unique(identities(column)))
+    return np.unique(np.concatenate(used))
 
 
 def _write_bucket(

@@ -71,9 +71,22 @@ FAMILIES: dict[str, Chooser] = {
     "chatglm": _always("chatglm3"),
     "glm": _always("glm4"),
     "glm4": _always("glm4"),
-    "llava": _always("vicuna"),
-    **dict.fromkeys(("qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _always("qwen")),
+    **dict.fromkeys(
+        ("qwen", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe"), _always("qwen")
+    ),
 }
+
+
+# Vision-language models, which are prompted as the language model inside them is.
+WITH_PICTURES = ("llava", "llava_next")
+
+
+def _of_pictures(tokenizer: PreTrainedTokenizerBase, name: str, inner: str) -> tuple[str, str]:
+    if inner == "mistral":
+        return _of_mistral(tokenizer, name)
+    if "<|im_start|>" in tokenizer.get_vocab():  # Yi's and Qwen's
+        return "chatml", "<|im_start|> is in the vocabulary"
+    return "vicuna", ""
 
 
 def choose(
@@ -100,18 +113,21 @@ def choose(
         return _written(wanted, "params.yaml says so", tokenizer, name)
     if tokenizer.chat_template:
         return _checked(Choice(OWN, tokenizer.get_chat_template(), "it comes with one"), tokenizer)
-    kind = _model_type(folder)
-    if kind in FAMILIES:
-        prompt, evidence = FAMILIES[kind](tokenizer, name)
+    kind, inner = _model_types(folder)
+    if kind in FAMILIES or kind in WITH_PICTURES:
+        known = FAMILIES[kind](tokenizer, name) if kind in FAMILIES else _of_pictures(tokenizer, name, inner)
+        prompt, evidence = known
         return _written(prompt, evidence or f"model_type is {kind}", tokenizer, name)
     if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys():
         return _written("chatml", "<|im_start|> and <|im_end|> are in the vocabulary", tokenizer, name)
     return None
 
 
-def _model_type(folder: Path) -> str:
+def _model_types(folder: Path) -> tuple[str, str]:
+    """The model's, and that of the language model inside one that sees pictures."""
     file = folder / "config.json"
-    return str(json.loads(file.read_text(encoding="utf-8")).get("model_type")) if file.is_file() else ""
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return str(config.get("model_type", "")), str((config.get("text_config") or {}).get("model_type", ""))
 
 
 def _read(file: Path, wanted: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from tasks.contracts import write_text
 from tasks.data.choice import JINJA, OWN, Choice, choose
 from tasks.data.rendering import Template
+from tasks.data.vision import processors_template
 from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
@@ -38,7 +39,7 @@ def ensure_template(params: Params, paths: Paths) -> Choice | None:
     model, wanted, base = params.model, params.prepare_data, paths.base
     tokenizer = load_tokenizer(base, model.name_or_path, model.trust_remote_code)
     published = _published(base, tokenizer.chat_template)
-    tokenizer.chat_template = published["template"]
+    tokenizer.chat_template = published["template"] or processors_template(base)
     choice = choose(wanted.template, tokenizer, base, model.name_or_path, paths.root)
     files: dict[str, str | None] = dict(published["files"])
     if choice is not None:

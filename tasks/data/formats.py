@@ -178,8 +178,11 @@ def _row(raw: RawRow, view: View, kind: Kind, turns: list[Turn], images: list[Im
 def _group(view: View, messages: tuple[tuple[str, str], ...], images: list[ImageRef]) -> str:
     """What the source says rows have in common, if its column is mapped; else the content, so only equals meet."""
     said = view.get("group") if "group" in view.columns else None
-    if said is not None:
-        return str(said)
+    return content_group(messages, images) if said is None else str(said)
+
+
+def content_group(messages: tuple[tuple[str, str], ...], images: Sequence[ImageRef]) -> str:
+    """The group of a row that its source puts in none."""
     digest = hashlib.sha256(written(messages).encode())
     for image in images:
         digest.update(image.place.encode() + hashlib.sha256(image.content or b"").digest())

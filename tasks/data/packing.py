@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tasks.contracts import PackCounts
-from tasks.data.prepared import Split
+from tasks.data.prepared import Split, StoredImage
 
 FILE = "train_packs.arrow"  # beside train.arrow
 # Packs are nearly full: filled up to a multiple of so many tokens, most micro-batches have one shape, which spares
@@ -164,6 +164,8 @@ class Rows(Protocol):
 
     def tokens(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
+    def images(self, row: int) -> list[StoredImage]: ...
+
 
 @dataclass(frozen=True)
 class PackedSplit:
@@ -198,6 +200,10 @@ class PackedSplit:
         joined = np.concatenate(labels)
         joined[np.cumsum([0, *(len(part) for part in labels[:-1])])] = -100
         return np.concatenate(ids), joined
+
+    def images(self, pack: int) -> list[StoredImage]:
+        """The pictures of all documents, in the order of their tokens."""
+        return [image for row in self.packs.of(pack) for image in self.split.images(int(row))]
 
     def attended(self) -> float:
         """Tokens of the document that an average token is in."""

@@ -26,7 +26,7 @@ from tasks.paths import Paths
 from tasks.stage import progress, say
 
 VERSION = 2  # to be raised whenever the same rows become other tokens, or runs have another form
-LIBRARIES = ("transformers", "tokenizers", "pyarrow")  # what they give may change with them
+LIBRARIES = ("transformers", "tokenizers", "pyarrow", "pillow")  # what they give may change with them
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
 
 SHARDS = 128  # of large sources
@@ -106,7 +106,7 @@ def prepare_parts(known: Sequence[Known], layout: Layout, params: Params, paths:
     """
     todo = _todo(known, layout, params, paths)
     _keep_only({job.folder.name for _, job in todo}, paths.preparing)
-    done = sum(finished(job.folder) is not None for _, job in todo)
+    done = sum(finished(job) is not None for _, job in todo)
     if done:
         say(f"prepare_data: {done} of {len(todo)} parts were prepared before and are kept")
     parts = Parts(params.prepare_data.max_rows)

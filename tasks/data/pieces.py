@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tasks.data.pictures import count_marks
 from tasks.data.rows import Row
 from tasks.data.tokens import Tokeniser, Tokens
 
@@ -29,7 +30,10 @@ def answer_pieces(row: Row) -> Iterator[Piece]:
     turns = [turn for turn in answers if turn not in row.unlearnt]
     for number, turn in enumerate(turns):
         calls = tuple((at, text) for at, text in row.calls if at <= turn)
-        yield _piece(row, number, turn == turns[-1], messages=row.messages[: turn + 1], calls=calls)
+        messages = row.messages[: turn + 1]
+        shown = row.pictures[: count_marks(content for _, content in messages)]
+        last = turn == turns[-1]
+        yield _piece(row, number, last, messages=messages, calls=calls, pictures=shown)
 
 
 def text_pieces(row: Row, tokeniser: Tokeniser, room: int, ends: int) -> Iterator[Row]:

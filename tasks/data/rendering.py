@@ -12,7 +12,9 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from tasks.data.rows import BadRow
+from tasks.data.image_turns import turns
+from tasks.data.rows import BadRow, Row
+from tasks.data.vision import Vision
 from tasks.errors import UserError
 
 Messages = list[dict[str, Any]]
@@ -46,8 +48,8 @@ IN_PARTS = (
 class Template:
     """A chat template with a tokenizer's special tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-        self.text = text
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, vision: Vision | None = None) -> None:
+        self.text, self.vision = text, vision
         self._values = dict(tokenizer.special_tokens_map)
         added = list(tokenizer.added_tokens_decoder.values())
         special = {
@@ -92,6 +94,22 @@ class Template:
                 conversations=conversations, tools=tools, chat_template=self.text, **more, **self._values
             )
         return texts, marks
+
+    def turns(self, row: Row) -> Messages:
+        """The row's turns as the template takes them, with its pictures' marks."""
+        return turns(row, self.vision, self.takes_parts) if row.pictures else row.chat
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether it writes the image token for a part that is an image; else images are written into the text."""
+        if self.vision is None:
+            return False
+        asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "zq0qz"}]}
+        try:
+            text = self.render([asked, *stand_ins(("user", "assistant"))[1:]])
+        except BadRow:
+            return False
+        return text.count(self.vision.token) == 1 == text.count("zq0qz")
 
     @cached_property
     def sample(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tasks.data.image_turns import text_of
 from tasks.data.rows import Row
 
 
@@ -34,17 +35,23 @@ class Prompt:
         """Its turns' texts, or itself."""
         if self.text is not None:
             return self.text
-        return "\n".join(str(message["content"]) for message in self.messages)
+        return "\n".join(text_of(message["content"]) for message in self.messages)
 
 
-def prompt_of(row: Row) -> str:
-    """The row's prompt as JSON; {} for a plain text, all of which is learnt: nothing stands before it."""
+def prompt_of(row: Row, told: list[dict[str, Any]] | None = None) -> str:
+    """The row's prompt as JSON; {} for a plain text, all of which is learnt: nothing stands before it.
+
+    Args:
+        told: its turns as the template takes them, where pictures make them others.
+    """
     if row.kind == "text":
         return "{}"
     if row.kind == "completion":
-        return f'{{"text": {encode_basestring("".join(content for _, content in row.messages[:-1]))}}}'
+        turns = (message["content"] for message in told) if told else (text for _, text in row.messages[:-1])
+        return f'{{"text": {encode_basestring("".join(turns))}}}'
     tools = f', "tools": {row.tools}' if row.tools else ""
-    return f'{{"messages": {row.prompt_json}{tools}}}'
+    messages = json.dumps(told, ensure_ascii=False) if told else row.prompt_json
+    return f'{{"messages": {messages}{tools}}}'
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -17,6 +17,8 @@ ROLES = ("system", "user", "assistant", "tool")
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
+# To be raised whenever the same file becomes another picture: rows with pictures are then other rows.
+PICTURES = b"pictures 1"
 Kind = Literal["chat", "completion", "text"]
 
 
@@ -29,6 +31,16 @@ class ImageRef:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A decoded image: the first half of the SHA-256 of the bytes it came as, its pixels, the tokens it becomes."""
+
+    identity: bytes
+    width: int
+    height: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Row:
     """What is learnt from: turns of (role, text). `group` keeps rows that belong together on one side of the split.
 
@@ -36,6 +48,7 @@ class Row:
     assistant turn, all of which is learnt. `calls` are the tools that a turn calls, as (turn's number, JSON list);
     `tools` the JSON list of what could be called: text, since a table would give every tool all others' parameters.
     `unlearnt` are numbers of assistant turns that are only read; `mended` says what on_bad_row: repair changed.
+    Once its `images` are decoded, a row has `pictures` instead, one for each mark in its texts.
     """
 
     messages: tuple[tuple[str, str], ...]
@@ -47,6 +60,7 @@ class Row:
     images: tuple[ImageRef, ...] = ()
     unlearnt: tuple[int, ...] = ()
     mended: tuple[str, ...] = field(default=(), compare=False)
+    pictures: tuple[Picture, ...] = ()
 
     @cached_property
     def id(self) -> str:
@@ -58,6 +72,8 @@ class Row:
             ]
             more = [self.kind, self.tools, self.calls, pictures, self.unlearnt]
             digest.update(json.dumps(more, ensure_ascii=False).encode())
+        for picture in self.pictures:
+            digest.update(PICTURES + picture.identity)
         return digest.hexdigest()[:32]
 
     @property

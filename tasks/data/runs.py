@@ -24,7 +24,7 @@ from tasks.data.templates import Encoded
 
 Array = NDArray[Any]
 
-KEYS = ("high", "low", "draw", "position", "length", "targets", "cut", "piece")
+KEYS = ("high", "low", "draw", "position", "length", "targets", "cut", "piece", "shown", "image_tokens")
 SCHEMA = pa.schema(
     [
         ("high", pa.uint64()),  # the id's first half
@@ -35,12 +35,15 @@ SCHEMA = pa.schema(
         ("targets", pa.uint32()),
         ("cut", pa.bool_()),
         ("piece", pa.bool_()),  # of a text, and not its first
+        ("shown", pa.uint32()),  # pictures among the ids
+        ("image_tokens", pa.uint32()),
         ("input_ids", pa.list_(pa.int32())),
         ("learnt", pa.list_(pa.bool_())),
         ("prompt", pa.string()),
         ("reference", pa.string()),
         ("where", pa.string()),
         ("pairs", pa.list_(pa.uint32())),  # of words
+        ("pictures", pa.list_(pa.binary(16))),  # identities, those that are cut off included
     ]
 )
 RUN_BYTES = 64 << 20  # what a worker holds before it sorts and writes
@@ -48,12 +51,16 @@ CODEC = "lz4"
 
 
 class Keyed(NamedTuple):
-    """A row, what it became, its position in its shard, and whether it is a later piece of a text."""
+    """A row, what it became, its position in its shard, and whether it is a later piece of a text.
+
+    prompt: its turns before the last answer where its template takes them otherwise, for their pictures.
+    """
 
     row: Row
     encoded: Encoded
     position: int
     piece: bool
+    prompt: list[dict[str, Any]] | None = None
 
 
 class RunWriter:
@@ -137,12 +144,15 @@ def _batch(rows: Sequence[Keyed]) -> pa.RecordBatch:
         "targets": target_counts(learnt, lengths).astype(np.uint32),
         "cut": [item.encoded.truncated for item in rows],
         "piece": [item.piece for item in rows],
+        "shown": np.array([item.encoded.shown for item in rows], dtype=np.uint32),
+        "image_tokens": np.array([item.encoded.image_tokens for item in rows], dtype=np.uint32),
         "input_ids": lists(tokens, lengths),
         "learnt": lists(learnt, lengths),
-        "prompt": [prompt_of(item.row) for item in rows],
+        "prompt": [prompt_of(item.row, item.prompt) for item in rows],
         "reference": [item.row.answer for item in rows],
         "where": [item.row.where for item in rows],
         "pairs": lists(pairs, sizes),
+        "pictures": [[picture.identity for picture in item.row.pictures] for item in rows],
     }
     return pa.record_batch(columns, schema=SCHEMA)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from tasks.contracts import Contract, Count
+from tasks.data.album import ShardAlbum, unchanged
 from tasks.data.formats import canonical
 from tasks.data.rows import BadRow, Row
 from tasks.data.runs import Keyed, RunWriter
@@ -73,10 +74,13 @@ class Bad(Contract):
 
 
 class ShardReport(Contract):
-    """Rows read, rows of each sorted run; `stopped`: the bad row that ended the work, with nothing kept."""
+    """Rows read, rows of each sorted run, distinct pictures; `stopped`: the bad row that ended the work, with nothing
+    kept.
+    """
 
     rows_in: Count
     runs: tuple[Count, ...]
+    pictures: Count = 0
     stopped: Bad | None = None
 
 
@@ -90,10 +94,12 @@ def _encoder(job: Job) -> Encoder:
     return _ENCODERS[job.recipe]
 
 
-def finished(folder: Path) -> ShardReport | None:
-    """The report of a shard that an earlier run has prepared."""
-    path = folder / REPORT
-    return ShardReport.read(path) if path.is_file() else None
+def finished(job: Job) -> ShardReport | None:
+    """The report of a shard that an earlier run has prepared, if all images that it read are as they were."""
+    path = job.folder / REPORT
+    if not path.is_file() or not unchanged(job.folder, job.shard.folder):
+        return None
+    return ShardReport.read(path)
 
 
 def prepare_shard(job: Job, tick: Callable[[int], object] | None = None) -> ShardReport:
@@ -105,9 +111,10 @@ def prepare_shard(job: Job, tick: Callable[[int], object] | None = None) -> Shar
     Raises:
         UserError: the source cannot be read.
     """
-    done = finished(job.folder)
+    done = finished(job)
     if done is not None:
         return done
+    shutil.rmtree(job.folder, ignore_errors=True)
     fresh = job.folder.with_name(f"{job.folder.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -116,7 +123,10 @@ def prepare_shard(job: Job, tick: Callable[[int], object] | None = None) -> Shar
             (fresh / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
             (fresh / MENDED_ROWS).open("w", encoding="utf-8") as mended_rows,
         ):
-            report = _Work(job, _encoder(job), RunWriter(fresh, job.buckets), bad_rows, mended_rows).run(tick)
+            encoder = _encoder(job)
+            album = ShardAlbum(fresh, job.shard.folder, encoder.vision)
+            runs = RunWriter(fresh, job.buckets)
+            report = _Work(job, encoder, album, runs, bad_rows, mended_rows).run(tick)
         if report.stopped is None:
             report.write(fresh / REPORT)
             fresh.rename(job.folder)
@@ -144,6 +154,7 @@ class _Stopped(Exception):
 class _Work:
     job: Job
     encoder: Encoder
+    album: ShardAlbum
     runs: RunWriter
     bad_rows: IO[str]
     mended_rows: IO[str]
@@ -153,18 +164,26 @@ class _Work:
         rows = islice(read_shard(self.job.shard), self.job.limit)
         stopped = None
         try:
-            while chunk := list(islice(rows, ROWS_AT_ONCE)):
-                self._prepare(chunk)
+            while count := self._prepare(islice(rows, ROWS_AT_ONCE)):
                 if tick:
-                    tick(len(chunk))
+                    tick(count)
             self.runs.flush()
         except _Stopped as error:
             stopped = error.bad
-        return ShardReport(rows_in=self.rows_in, runs=tuple(self.runs.rows), stopped=stopped)
+        finally:
+            self.album.close()
+        pictures = len(self.album)
+        return ShardReport(
+            rows_in=self.rows_in, runs=tuple(self.runs.rows), pictures=pictures, stopped=stopped
+        )
 
-    def _prepare(self, chunk: list[RawRow | tuple[str, BadRow]]) -> None:
-        read = [found for place, raw in enumerate(chunk, self.rows_in) for found in self._rows(place, raw)]
-        self.rows_in += len(chunk)
+    def _prepare(self, chunk: Iterator[RawRow | tuple[str, BadRow]]) -> int:
+        """Returns how many rows the chunk has: read one by one, since each may hold pictures."""
+        read: list[_Read] = []
+        before = self.rows_in
+        for raw in chunk:
+            read += self._rows(self.rows_in, raw)
+            self.rows_in += 1
         encoded = iter(self.encoder.encode([found.row for found in read if isinstance(found.row, Row)]))
         kept = []
         for found in read:
@@ -172,8 +191,10 @@ class _Work:
             if isinstance(result, BadRow):
                 self._reject(Bad.of(found.position, found.where, result, found.piece))
             elif isinstance(found.row, Row):
-                kept.append(Keyed(found.row, result, found.position, found.piece))
+                prompt = self.encoder.prompt(found.row) if found.row.pictures else None
+                kept.append(Keyed(found.row, result, found.position, found.piece, prompt))
         self.runs.add(kept)
+        return self.rows_in - before
 
     def _rows(self, position: int, raw: RawRow | tuple[str, BadRow]) -> Iterator[_Read]:
         if isinstance(raw, tuple):
@@ -181,7 +202,7 @@ class _Work:
             return
         source = self.job.shard.source
         try:
-            row = canonical(raw, source.form, source.columns, self.job.repair)
+            row = self.album.decoded(canonical(raw, source.form, source.columns, self.job.repair))
         except BadRow as error:
             yield _Read(position, False, raw.where, error)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -15,7 +15,7 @@ from tasks.data.sources import Source
 from tasks.errors import UserError
 
 # So many of a source's first rows are looked at to tell its format.
-FIRST_ROWS = 200
+FIRST_ROWS, FIRST_BYTES = 200, 64 << 20
 
 
 @dataclass(slots=True)
@@ -158,8 +158,22 @@ def _of_text(shard: Shard, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
         yield from enumerate(values, shard.first)
 
 
+def _size(content: Any) -> int:
+    """Characters and bytes of a row, pictures included."""
+    size, left = 0, [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, str | bytes):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+    return size
+
+
 def first_rows(source: Source, count: int = FIRST_ROWS) -> list[RawRow | tuple[str, BadRow]]:
-    """The first rows of a source with all their columns, for `detect`.
+    """The first rows of a source with all their columns, for `detect`; fewer where they are large.
 
     Raises:
         UserError: it holds none.
@@ -167,7 +181,13 @@ def first_rows(source: Source, count: int = FIRST_ROWS) -> list[RawRow | tuple[s
     rows = itertools.chain.from_iterable(
         read_shard(Shard(source, file.name, file.address, file.kind, file.packed)) for file in source.files
     )
-    found = list(itertools.islice(rows, count))
+    found: list[RawRow | tuple[str, BadRow]] = []
+    held = 0
+    for row in itertools.islice(rows, count):
+        found.append(row)
+        held += _size(row.content) if isinstance(row, RawRow) else 0
+        if held > FIRST_BYTES:
+            break
     if not found:
         raise UserError(
             f"prepare_data.source={source.name} holds no rows; give a file with at least two rows"

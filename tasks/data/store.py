@@ -15,7 +15,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tasks.contracts import LengthBin, SplitCounts
+from tasks.data.album import identities
 from tasks.data.prepared import IGNORED
+from tasks.data.runs import lists
 
 Array = NDArray[Any]
 
@@ -26,16 +28,23 @@ SCHEMA = pa.schema(
         ("id", pa.string()),
         ("prompt", pa.string()),
         ("reference", pa.string()),
+        ("images", pa.list_(pa.uint32())),  # numbers in images.arrow, those that are cut off included
+        ("shown", pa.uint32()),  # how many of them are among input_ids
     ]
 )
 BATCH_ROWS = 1000
-TAKEN = ("high", "low", "input_ids", "learnt", "prompt", "reference")  # of a run
+TAKEN = ("high", "low", "input_ids", "learnt", "prompt", "reference", "pictures", "shown")  # of a run
 
 
 class SplitWriter:
     """Writes one split as rows come, in batches whose size does not depend on how they come."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, album: Array) -> None:
+        """
+        Args:
+            album: identities of all pictures, sorted.
+        """
+        self._album = album
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, SCHEMA)
         self._held: list[pa.RecordBatch] = []
@@ -54,7 +63,7 @@ class SplitWriter:
 
     def add(self, rows: pa.Table) -> None:
         """Adds rows of runs (columns TAKEN), which come in the order of their ids."""
-        self._held += _converted(rows).to_batches()
+        self._held += _converted(rows, self._album).to_batches()
         self._rows += rows.num_rows
         if self._rows >= BATCH_ROWS:
             self._write(self._rows - self._rows % BATCH_ROWS)
@@ -69,7 +78,7 @@ class SplitWriter:
         self._rows -= count
 
 
-def _converted(rows: pa.Table) -> pa.Table:
+def _converted(rows: pa.Table, album: Array) -> pa.Table:
     table = rows.combine_chunks()
     ids, learnt = (_list(table[name]) for name in ("input_ids", "learnt"))
     labels = np.where(
@@ -78,12 +87,15 @@ def _converted(rows: pa.Table) -> pa.Table:
     halves = (
         np.stack([table["high"].to_numpy(), table["low"].to_numpy()], axis=1).astype(">u8").tobytes().hex()
     )
+    numbers = np.searchsorted(album, identities(table["pictures"])).astype(np.uint32)
     columns = {
         "input_ids": ids,
         "labels": pa.ListArray.from_arrays(ids.offsets, pa.array(labels)),
         "id": [halves[start : start + 32] for start in range(0, len(halves), 32)],
         "prompt": table["prompt"],
         "reference": table["reference"],
+        "images": lists(numbers, np.diff(_list(table["pictures"]).offsets.to_numpy())),
+        "shown": table["shown"],
     }
     return pa.table(columns, schema=SCHEMA)
 
@@ -101,6 +113,8 @@ class Tally:
     target_tokens: int = 0
     longest: int = 0
     truncated: int = 0
+    images: int = 0
+    image_tokens: int = 0
     bins: Array = field(default_factory=lambda: np.zeros(64, dtype=np.int64))  # by powers of two
 
     def add(self, keys: Mapping[str, Array], times: Array) -> None:
@@ -111,13 +125,20 @@ class Tally:
         self.target_tokens += int((keys["targets"].astype(np.int64) * times).sum())
         self.longest = max(self.longest, int(lengths[times > 0].max(initial=0)))
         self.truncated += int((keys["cut"] * times).sum())
+        self.images += int((keys["shown"].astype(np.int64) * times).sum())
+        self.image_tokens += int((keys["image_tokens"].astype(np.int64) * times).sum())
         bits = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
         self.bins += np.bincount(bits, times, minlength=64).astype(np.int64)
 
     @property
     def counts(self) -> SplitCounts:
         return SplitCounts(
-            rows=self.rows, tokens=self.tokens, target_tokens=self.target_tokens, longest=self.longest
+            rows=self.rows,
+            tokens=self.tokens,
+            target_tokens=self.target_tokens,
+            longest=self.longest,
+            images=self.images,
+            image_tokens=self.image_tokens,
         )
 
 

@@ -3,51 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tasks.data.answers import Answers, Rendered
+from tasks.data.finishing import Draft, Encoded, Finisher
+from tasks.data.image_turns import refuse_unlike
+from tasks.data.pictures import MARK
 from tasks.data.pieces import Piece, answer_pieces, text_pieces
-from tasks.data.prepared import IGNORED
-from tasks.data.rendering import Span, Template, begin_ids, finished
+from tasks.data.rendering import Template, begin_ids, finished
 from tasks.data.rows import BadRow, Row
-from tasks.data.tokens import Tokeniser, Tokens
+from tasks.data.tokens import Tokeniser
+from tasks.data.vision import Vision
 from tasks.errors import UserError
 from tasks.params import Params
 from tasks.paths import Paths
 
+__all__ = ["Encoded", "Encoder", "encode", "load_tokenizer"]
+
 OTHERWISE = "the chat template renders a longer conversation differently from its beginning"
 TWO_ROUNDS = Row((("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")), "", "")
-NONE: NDArray[np.int32] = np.zeros(0, np.int32)
 Learn = Literal["answers", "last", "all"]
-
-
-@dataclass(eq=False, slots=True)
-class Encoded:
-    """`input_ids` and `labels`, each of shape (tokens,), int32 (or lists); a label of -100 is not learnt."""
-
-    input_ids: NDArray[np.int32] | list[int]
-    labels: NDArray[np.int32] | list[int]
-    truncated: bool
-
-
-class Draft(NamedTuple):
-    """A row before it is cut into tokens: `spans` of `text` are learnt, and `after` with them.
-
-    `border`: the character before which no token may reach behind it.
-    """
-
-    text: str
-    spans: tuple[Span, ...]
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-    everything: bool = False
-    border: int = 0
 
 
 def load_tokenizer(folder: Path, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -87,24 +66,32 @@ class Encoder:
     - A completion is begin token, question, answer and end token without a template; the answer begins with a token
       of its own. A text is begin token, text, end token, all of it learnt.
     - What is longer than `max_length` tokens is cut at the end: before a character that would be halved, and behind
-      the last token that is learnt.
+      the last token that is learnt. A picture's tokens are all there, or none of them; they are never learnt.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: str | None, max_length: int, learn: Learn
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None,
+        max_length: int,
+        learn: Learn,
+        vision: Vision | None = None,
     ) -> None:
         """
         Args:
             template: in Jinja; None is the tokenizer's own.
+            vision: of a base that sees pictures.
 
         Raises:
             UserError: the template cannot write a question with its answer.
         """
         self._tokenizer, self._max_length, self._learn = tokenizer, max_length, learn
+        self.vision = vision
         text = template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
-        self._template = Template(tokenizer, finished(tokenizer, text)) if text else None
+        self._template = Template(tokenizer, finished(tokenizer, text), vision) if text else None
         self._answers = Answers(self._template) if self._template else None
         self._tokeniser = Tokeniser(tokenizer)
+        self._finisher = Finisher(self._tokeniser, max_length, vision)
         self._begin = tuple(begin_ids(tokenizer))
         self._end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
 
@@ -117,7 +104,8 @@ class Encoder:
         """
         model, wanted = params.model, params.prepare_data
         tokenizer = load_tokenizer(paths.base, model.name_or_path, model.trust_remote_code)
-        return cls(tokenizer, None, wanted.max_length, wanted.learn)
+        vision = Vision.of(paths.base, tokenizer, model.name_or_path)
+        return cls(tokenizer, None, wanted.max_length, wanted.learn, vision)
 
     @property
     def notes(self) -> list[str]:
@@ -144,21 +132,32 @@ class Encoder:
         Raises:
             UserError: a conversation, and there is no template.
         """
-        chats = [row for row in rows if row.kind == "chat" and not row.images]
+        unsure = rows if self.vision else [row for row in rows if row.images]
+        refused = {id(row): error for row in unsure if (error := _refusal(row, self.vision))}
+        chats = [row for row in rows if row.kind == "chat" and id(row) not in refused]
         rendered = {id(row): found for row, found in zip(chats, self._render(chats), strict=True)}
-        drafts = [self._draft(row, rendered.get(id(row))) for row in rows]
+        drafts = [refused.get(id(row)) or self._draft(row, rendered.get(id(row))) for row in rows]
         texts = [draft.text for draft in drafts if not isinstance(draft, BadRow)]
         tokens = iter(self._tokeniser.encode(texts))
-        return [draft if isinstance(draft, BadRow) else self._finish(draft, next(tokens)) for draft in drafts]
+        return [
+            draft if isinstance(draft, BadRow) else self._finisher.of(draft, next(tokens)) for draft in drafts
+        ]
+
+    def prompt(self, row: Row) -> list[dict[str, Any]]:
+        """The turns before the last answer, as the template takes them."""
+        if row.kind == "chat":
+            return self._template.turns(row)[:-1] if self._template else row.prompt
+        return [turn | {"content": self._marked(turn["content"], row)} for turn in row.prompt]
 
     def pieces(self, row: Row) -> Iterator[Row]:
         """The rows to encode in the place of `row`: most often itself.
 
-        A text longer than `max_length` becomes several, each with a begin token and the last with an end token. A
+        A text longer than `max_length` becomes several, each with a begin token and the last with an end token; one
+        with pictures is cut at the end. A
         conversation with earlier answers that the template would write otherwise once more is said (models that think
         forget earlier thoughts) becomes one row an answer, each as it is when that answer is to be given.
         """
-        if row.kind == "text":
+        if row.kind == "text" and not row.pictures:
             room = self._max_length - len(self._begin)
             yield from text_pieces(row, self._tokeniser, room, len(self._end))
         elif (
@@ -182,17 +181,20 @@ class Encoder:
         return self._answers.of(chats)
 
     def _draft(self, row: Row, rendered: Rendered | BadRow | None) -> Draft | BadRow:
-        if row.images:
-            return BadRow("it has images, and only text is learnt", "remove its images or the row")
         if isinstance(rendered, BadRow):
             return rendered
         if rendered is not None:
-            return self._chat(row, rendered)
+            draft = self._chat(row, rendered)
+            return draft._replace(pictures=row.pictures) if isinstance(draft, Draft) else draft
         everything = row.kind == "text" or self._learn == "all"
-        text = "".join(content for _, content in row.messages)
-        begin = len(text) - len(row.answer)
+        contents = [self._marked(content, row) for _, content in row.messages]
+        text = "".join(contents)
+        begin = len(text) - len(contents[-1])
         after = () if isinstance(row, Piece) and not row.last else self._end
-        return Draft(text, ((begin, len(text)),), self._begin, after, everything, begin)
+        return Draft(text, ((begin, len(text)),), self._begin, after, everything, begin, row.pictures)
+
+    def _marked(self, content: str, row: Row) -> str:
+        return content.replace(MARK, self.vision.mark) if row.pictures and self.vision else content
 
     def _chat(self, row: Row, rendered: Rendered) -> Draft | BadRow:
         assert self._template is not None
@@ -234,50 +236,13 @@ class Encoder:
         after = self._end if ends and answers[-1] not in row.unlearnt else ()
         return Draft(rendered.text, tuple(learnt), (), after)
 
-    # --- tokens ---------------------------------------------------------------------------------
 
-    def _finish(self, draft: Draft, tokens: Tokens) -> Encoded | BadRow:
-        if draft.border:
-            tokens = self._tokeniser.parted(draft.text, draft.border, tokens)
-        before, after = self._around(draft, tokens)
-        ids = np.concatenate([before, tokens.ids, after]) if len(before) or len(after) else tokens.ids
-        if draft.everything:
-            labels = ids.copy()
-        else:
-            labels = np.empty_like(ids)
-            labels.fill(IGNORED)
-            for begin, end in draft.spans:
-                first, behind = tokens.ending_by(begin), tokens.starting_before(end)
-                labels[len(before) + first : len(before) + behind] = tokens.ids[first:behind]
-            labels[len(ids) - len(after) :] = after
-        cut = self._cut(len(ids), len(before), tokens)
-        if not (labels[1:cut] != IGNORED).any():
-            return BadRow(
-                f"no answer token within max_length={self._max_length}",
-                f"raise prepare_data.max_length (this row has {len(ids)} tokens) or shorten its question",
-            )
-        if cut < len(ids):
-            cut = int(np.flatnonzero(labels[:cut] != IGNORED)[-1]) + 1
-        return Encoded(ids[:cut], labels[:cut], cut < len(ids))
-
-    def _around(self, draft: Draft, tokens: Tokens) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Begin and end tokens, unless the text brings them itself."""
-        if not draft.before and not draft.after:
-            return NONE, NONE
-        before = np.array(draft.before, np.int32)
-        if len(before) and np.array_equal(tokens.ids[: len(before)], before):
-            before = before[:0]
-        after = np.array(draft.after, np.int32)
-        if len(after) and len(tokens.ids) and tokens.ids[-1] == after[0]:
-            after = after[:0]
-        return before, after
-
-    def _cut(self, tokens: int, before: int, found: Tokens) -> int:
-        """How many tokens are kept, half a character never."""
-        if tokens <= self._max_length:
-            return tokens
-        kept = self._max_length - before
-        return self._max_length if kept >= len(found.ids) else before + found.whole(max(kept, 0))
+def _refusal(row: Row, vision: Vision | None) -> BadRow | None:
+    try:
+        refuse_unlike(row, vision)
+    except BadRow as error:
+        return error
+    return None
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int) -> Encoded:

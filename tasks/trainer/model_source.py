@@ -26,10 +26,10 @@ BUILTIN = {
 }
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 CODE_FILES = ("*.py",)
-# Of these, what goes with a model wherever it is used: its tokenizer, chat template and generation config.
+# Of these, what goes with a model wherever it is used: its tokenizer, processor, chat template and generation config.
 BESIDE_WEIGHTS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
-    *("chat_template*", "*.jinja", "generation_config.json"),
+    *("chat_template*", "*.jinja", "generation_config.json", "*processor_config.json"),
 )
 # Bumped when the conversion writes other bytes for the same file.
 CONVERSION = "gguf-to-float16-v1"
