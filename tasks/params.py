@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from tasks.errors import UserError
+from tasks.optimizers import Optim, refuse_unused
 
 Auto = Literal["auto"]
 Switch = Literal["auto", True, False]
@@ -148,7 +149,7 @@ class TrainParams(Section):
     learning_rate: Positive
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
     warmup_ratio: Share
-    optim: Literal["adamw_torch"]
+    optim: Optim
     weight_decay: Annotated[float, Field(ge=0)]
     adam_beta1: Share
     adam_beta2: Share
@@ -158,6 +159,11 @@ class TrainParams(Section):
     communication_hook: CommunicationHook
     checkpoint_every_seconds: Annotated[float, Field(ge=0)]
     keep_checkpoints: Degree
+
+    @model_validator(mode="after")
+    def _every_key_counts(self) -> TrainParams:
+        refuse_unused(self.optim, vars(self))
+        return self
 
 
 class EvaluateParams(Section):
