@@ -154,6 +154,7 @@ def _zero(problem: Problem, dp: int, nvme: bool) -> list[Sharing]:
     """DeepSpeed's ways. On a CPU, and without sharing anything (zero0), only where a pin asks for them."""
     can, pins = problem.capabilities.shardings, problem.pins
     pinned = pins.engine == "deepspeed" or (pins.sharding or "").startswith("zero")
+    pinned = pinned or pins.offload not in (None, "none")
     if "zero2" not in can or (problem.hardware.device == "cpu" and not pinned):
         return []
     stages = ["zero0"] if pins.sharding == "zero0" else []
