@@ -13,7 +13,7 @@ from tasks.planner.memory import is_ddp, stage_parameters
 from tasks.planner.network import Group, point_to_point, ring_seconds
 from tasks.planner.stages import idle, last_rank, rank_layers, stays_gathered
 from tasks.planner.workload import ELASTANE, Software, Workload, row_width, software_of
-from tasks.planner.zero import gradient_bus, host_step
+from tasks.planner.zero import gradient_bus, gradient_copies, host_step
 
 # AdamW reads weight, gradient and two moments and writes three; norm and clipping touch the gradient thrice.
 OPTIMIZER_BYTES = (4 + 3 + 3) * FLOAT32
@@ -178,9 +178,10 @@ def _optimizer(
 ) -> float:
     """AdamW on the GPU is bound by its memory; offloaded, see `host_step`."""
     _, trained = stage_parameters(spec, plan, work, 0, stages[0])
+    copied = gradient_copies(plan, software, trained)
     if plan.sharding not in ("none", "zero0"):
         trained /= plan.dp_shard
     if plan.offload == "none":
         share = machine.constants.bandwidth if machine.device == "cuda" else 1.0
-        return trained * OPTIMIZER_BYTES / (machine.bandwidth * share)
+        return (trained * OPTIMIZER_BYTES + copied) / (machine.bandwidth * share)
     return host_step(plan, machine, trained)

@@ -38,10 +38,11 @@ def zero_states(
 ) -> dict[str, float]:
     """Weights, gradients, optimizer state, casts and buffers of one GPU.
 
-    ZeRO-1 and 2 keep flat float32 weights whole, and a copy of this rank's part, which the optimizer moves and which is
-    counted with it; under ZeRO-3 weights and what is moved are the same. A rank's reduced gradients stand twice at the
-    step (as they were summed, and flat); ZeRO-1 has all of them whole before the last micro-batch. A cast that autocast
-    makes of a gathered matrix is saved for the backward pass like any other.
+    ZeRO-1 and 2 keep float32 weights whole, ZeRO-3 this rank's part; beside them each has a float32 copy of that part,
+    which the optimizer moves and which is counted with it (DeepSpeed means to share it under ZeRO-3, and compares a
+    device with a name). A rank's reduced gradients stand twice at the step of ZeRO-1 and 2, as they were summed and
+    flat; ZeRO-1 has all of them whole before the last micro-batch. A cast that autocast makes of a gathered matrix is
+    saved for the backward pass like any other.
     """
     third, away = plan.sharding == "zero3", plan.offload != "none"
     own = trained / (1 if plan.sharding == "zero0" else plan.dp_shard)
@@ -49,7 +50,7 @@ def zero_states(
     reduced = FLOAT32 * (own if third else 2 * own)
     if plan.sharding == "zero0" or (plan.sharding == "zero1" and plan.accumulation > 1):
         reduced = max(reduced if plan.sharding == "zero1" else 0.0, FLOAT32 * trained)
-    masters = FLOAT32 if plan.sharding in ("zero1", "zero2") else 0
+    masters = 0 if plan.sharding == "zero0" else FLOAT32
     kept = 0.0 if plan.offload_parameters != "none" else FLOAT32 * (own if third else trained) + frozen
     if third and work.method == "lora":
         # Parameters of up to 100,000 numbers, as adapters are, stay whole beside their shares.
@@ -144,6 +145,16 @@ def pinned(size: float, piece: float = float("inf")) -> float:
 
 
 # --- time ---------------------------------------------------------------------------------------
+
+
+def gradient_copies(plan: Plan, software: Software, trained: float) -> float:
+    """Bytes a step of memory traffic beside AdamW's: gradients are read and written into buckets, and of this rank's
+    part out of these, into a flat one, and weights back from the copy that was moved.
+    """
+    if not software.flat_parts or plan.sharding == "zero0":
+        return 0.0
+    times = 1 if plan.sharding == "zero1" else plan.accumulation
+    return 2 * FLOAT32 * (times * trained + 3 * trained / plan.dp_shard)
 
 
 def gradient_bus(plan: Plan, machine: Machine, software: Software, trained: float) -> float:
