@@ -82,6 +82,9 @@ def test_a_7b_model_is_tuned_on_one_24_gb_card_with_its_states_in_host_memory():
     moved = 48 * LLAMA_7B.parameters / 20e9  # bytes that the step moves at the host memory's assumed rate
     assert moved < cost.seconds["optimizer"] < 1.5 * moved
     assert cost.tokens_per_second == pytest.approx(16 * 100 / cost.total_seconds)
+    assert re.search(
+        r"of 21\.2 GiB a process and 1\d\d\.\d of 230\.4 GiB host memory a node, best", why(asked, found)
+    )
 
 
 def test_nothing_helps_names_length_and_model():
