@@ -170,11 +170,13 @@ def offload_fits(plan: Plan, ground: Ground) -> str | None:
         return f"offload={plan.offload} needs DeepSpeed's zero2 or zero3 and sharding is {plan.sharding}; use these"
     if plan.offload == "nvme" and plan.sharding != "zero3":
         return f"offload=nvme needs zero3 (DeepSpeed's rule) and sharding is {plan.sharding}; use zero3, or offload=cpu"
-    if plan.offload_parameters != "none" and plan.sharding != "zero3":
-        return f"offload_parameters={plan.offload_parameters} needs zero3 and sharding is {plan.sharding}; use zero3"
-    if plan.offload_parameters != "none" and plan.offload == "none":
+    if plan.offload_parameters == "none" or (plan.sharding == "zero3" and plan.offload != "none"):
+        return None
+    if plan.offload == "none" and plan.sharding in ("none", "zero3"):
         return "offloaded weights need an offloaded optimizer beside them; set offload=cpu too"
-    return None
+    return (
+        f"offload_parameters={plan.offload_parameters} needs zero3 and sharding is {plan.sharding}; use zero3"
+    )
 
 
 def one_process_replicates(plan: Plan, ground: Ground) -> str | None:
