@@ -166,11 +166,6 @@ class TrainParams(Section):
     checkpoint_every_seconds: Annotated[float, Field(ge=0)]
     keep_checkpoints: Degree
 
-    @model_validator(mode="after")
-    def _every_key_counts(self) -> TrainParams:
-        refuse_unused(self.optim, vars(self))
-        return self
-
 
 class EvaluateParams(Section):
     max_rows: Degree | None
@@ -204,8 +199,9 @@ class Params(Section):
         return global_batch(self.train, self.select_strategy)
 
     @model_validator(mode="after")
-    def _batch_is_said_once(self) -> Params:
-        _ = self.global_batch
+    def _no_key_is_idle(self) -> Params:
+        _ = self.global_batch  # said once
+        refuse_unused(self.train.optim, vars(self.train))
         return self
 
 
@@ -232,9 +228,7 @@ def global_batch(train: TrainParams, strategy: SelectStrategyParams) -> int:
         return product
     wrong = next((name for name, value in explicit.items() if train.global_batch % value), None)
     if wrong is not None:
-        legal = [
-            str(number) for number in range(1, train.global_batch + 1) if train.global_batch % number == 0
-        ]
+        legal = [str(n) for n in range(1, train.global_batch + 1) if train.global_batch % n == 0]
         raise UserError(
             f"select_strategy.{wrong}={explicit[wrong]} does not divide train.global_batch={train.global_batch}; "
             f"use {', '.join(legal)}, or change train.global_batch"

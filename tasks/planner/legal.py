@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tasks.contracts import Plan
-from tasks.optimizers import BLOCK, OPTIMIZERS
 from tasks.planner.four_bit import qlora_is_cut_between_blocks
 from tasks.planner.ground import Ground, Rule, divisors, either, tensor_degrees, tensor_widths
+from tasks.planner.moments import optimizer_sees_whole_parameters
 from tasks.planner.stages import rounds
 
 LEAST_CAPABILITY = (7, 0)  # of GPUs that Triton makes kernels for, which torch.compile uses
@@ -226,24 +226,6 @@ def hook_is_of_ddp(plan: Plan, ground: Ground) -> str | None:
             "use another precision or hook"
         )
     return None
-
-
-def optimizer_sees_whole_parameters(plan: Plan, ground: Ground) -> str | None:
-    """An optimizer whose arithmetic depends on the cut runs where no parameter is cut; offloading cuts them, too."""
-    optim = ground.work.optim
-    needs = OPTIMIZERS[optim]
-    if needs.any_cut or (plan.sharding in ("none", "zero0") and plan.tp == 1 and plan.offload == "none"):
-        return None
-    unit = "rows and columns of whole matrices" if needs.unit == "matrix" else f"blocks of {BLOCK} numbers"
-    if plan.offload != "none":
-        return (
-            f"train.optim={optim} keeps its state by {unit}, and offload={plan.offload} shares parameters out number "
-            "by number; use train.optim=adamw_torch or lion, or offload=none"
-        )
-    return (
-        f"train.optim={optim} keeps its state by {unit} of a parameter, and {plan.name} cuts parameters; use tp=1 with "
-        "sharding=none or zero0, or train.optim=adamw_torch or lion"
-    )
 
 
 def compiling_fits(plan: Plan, ground: Ground) -> str | None:
