@@ -55,10 +55,13 @@ def plain_course(root: Path, optim: str, precision: str, whole: Plan) -> Course:
     from transformers import AutoModelForCausalLM
 
     from tasks.trainer.loading import DTYPES
+    from tasks.trainer.parallelize import local_device
     from tasks.trainer.step_parts import schedule_of
 
     train = _train(root, optim)
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=DTYPES[precision])
+    device = local_device(whole)
+    model.to(device)
     weights = list(model.parameters())
     averages = [torch.zeros_like(weight) for weight in weights]
     optimizer: torch.optim.Optimizer = torch.optim.SGD(weights, lr=train.learning_rate)  # holds Lion's rate
@@ -70,7 +73,7 @@ def plain_course(root: Path, optim: str, precision: str, whole: Plan) -> Course:
     course = []
     for step in range(2 * STEPS):
         batches, targets = _share(step, whole)
-        ids = torch.cat([batch.input_ids for batch in batches])
+        ids = torch.cat([batch.input_ids for batch in batches]).to(device)
         logits = model(ids).logits[:, : TOKENS - 1]
         loss = (
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tasks.errors import UserError
+from tasks.optimizers import Optim
 from tasks.planner.deepspeed_config import RecipeFacts, deepspeed_wishes, names_of, with_passed
 
 RECIPE = RecipeFacts(32, "adamw_torch", 5e-5, (0.9, 0.999), 1e-8, 0.0, 1.0, "linear", "float16")
@@ -90,6 +91,27 @@ def test_what_contradicts_itself_is_refused(changes: dict[str, Any], sentence: s
     with pytest.raises(UserError) as refused:
         deepspeed_wishes(SEED | changes, RECIPE)
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("optim", "kind", "same"),
+    [
+        ("lion", "Lion", True),
+        ("lion", "AdamW", False),
+        ("adamw_8bit", "AdamW", False),
+        ("adafactor", "Adafactor", True),
+        ("adafactor", None, True),
+        ("lion", "auto", True),
+    ],
+)
+def test_the_optimizer_is_that_of_the_recipe(optim: Optim, kind: str | None, same: bool) -> None:
+    config = {"optimizer": {"type": kind}} if kind else {}
+    conflicts = deepspeed_wishes(config, replace(RECIPE, optim=optim)).conflicts
+    assert (
+        conflicts == ()
+        if same
+        else f"optimizer.type={kind} of the ds_config is not train.optim" in conflicts[0]
+    )
 
 
 def test_auto_says_nothing_and_unknown_keys_pass_through() -> None:

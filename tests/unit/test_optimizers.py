@@ -14,6 +14,7 @@ from tasks.planner.host_memory import host_memory
 from tasks.planner.machine import machine
 from tasks.planner.memory import memory
 from tasks.planner.model_spec import model_spec
+from tasks.planner.nearest import NothingFits
 from tasks.planner.problem import Pins, Problem
 from tasks.planner.search import search
 from tasks.planner.time import seconds
@@ -158,6 +159,13 @@ def test_what_needs_whole_parameters_is_planned_where_they_are(optim: str) -> No
 def test_a_plan_that_would_change_what_is_learned_is_refused(optim: str, pins: dict, said: str) -> None:
     with pytest.raises(UserError, match=f"train.optim={optim} {said}" if "offload" not in said else said):
         search(Problem(SPEC, NODE, work(optim), 32, EVERYTHING, Pins(**pins)))
+
+
+def test_where_only_a_shared_state_fits_another_optimizer_is_named() -> None:
+    card = named_hardware("A100-40G").model_copy(update={"host_memory_bytes": 512 * 2**30})
+    small = Problem(SPEC, card, work("adafactor"), 64, EVERYTHING)
+    with pytest.raises(NothingFits, match=r"set train\.optim=adamw_torch, which fits as"):
+        search(small)
 
 
 def test_memory_and_time_follow_the_table() -> None:
