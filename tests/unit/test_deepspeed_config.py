@@ -209,7 +209,7 @@ def test_two_pins_that_differ_are_refused(tmp_path: Path) -> None:
     wishes = read_wishes(params, paths, "float16")
     assert wishes is not None
     with pytest.raises(
-        UserError, match=r"pins sharding=zero2, and select_strategy\\.deepspeed_config says zero3"
+        UserError, match=r"pins sharding=zero2, and select_strategy\.deepspeed_config says zero3"
     ):
         with_wishes(Pins(sharding="zero2"), wishes)
 
