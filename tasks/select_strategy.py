@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import sys
 from collections.abc import Mapping
 from ctypes.util import find_library
 from dataclasses import replace
@@ -78,7 +80,13 @@ def trainable(params: Params, config: Mapping[str, object]) -> Capabilities:
 def can_build_async_io() -> bool:
     """Whether DeepSpeed could compile its op for NVMe here: a C++ compiler, ninja and libaio with its header."""
     tools = all(shutil.which(tool) for tool in ("c++", "ninja"))
-    return tools and find_library("aio") is not None and Path("/usr/include/libaio.h").is_file()
+    said = ":".join(os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")).split(":")
+    folders = ["/usr/include", f"{sys.prefix}/include", *filter(None, said)]
+    header = any((Path(folder) / "libaio.h").is_file() for folder in folders)
+    known = find_library("aio") is not None or any(
+        (Path(folder) / "libaio.so").exists() for folder in os.environ.get("LIBRARY_PATH", "").split(":")
+    )
+    return tools and header and known
 
 
 def check_deepspeed(params: Params) -> None:

@@ -17,7 +17,10 @@ GLOO_BYTES = 1e9
 GLOO_LATENCY = 200e-6
 ETHERNET_BYTES = 1.25e9  # nodes of a profile that names no fabric: 10 Gbit/s, the modest case
 SYSTEM_BYTES = 8e9  # between sockets, or where the link is not known
-HOST_BANDWIDTH = 20e9  # bytes/s of host memory that CPU Adam reaches, per node; assumed where not measured
+# Bytes/s of host memory that AdamW on the CPU reaches with 8 cores, where not measured: from 7.6 B parameters stepped
+# beside two H200 with 32 cores (benchmarks/results/zero-capped-qwen2.5-7b-full.json).
+HOST_BANDWIDTH = 20e9
+HOST_CORES = 8
 DISK_BYTES = 2e9  # one NVMe disk, assumed where not measured
 FLOAT32_MATMUL = 0.7  # of the float32 peak
 
@@ -71,7 +74,7 @@ def machine(hardware: HardwareProfile, precision: Precision, rates: Rates | None
         link=_link(hardware),
         fabric=hardware.fabric.bytes_per_second if hardware.fabric else ETHERNET_BYTES,
         host_link=min(each.link.pcie_bytes_per_second for _, each in kinds) * 0.8,
-        host_bandwidth=HOST_BANDWIDTH * max(1, len(hardware.gpus) // 2),
+        host_bandwidth=HOST_BANDWIDTH * max(1, len(hardware.gpus) // 2, hardware.cpu_cores / HOST_CORES),
         disk=DISK_BYTES,
         cores=hardware.cpu_cores,
         gpu_memory=min(each.memory_bytes for each in hardware.gpus),

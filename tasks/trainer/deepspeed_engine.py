@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from tasks.contracts import Plan, Precision
 from tasks.params import TrainParams
+from tasks.stage import heartbeat
 from tasks.trainer import training_state
 from tasks.trainer.adapters import attach_adapters, stay_in_half
 from tasks.trainer.clock import StepClock
@@ -64,6 +65,8 @@ class DeepSpeedEngine:
         self._parameters, self.outline = count_parameters(self.model), copy.deepcopy(self.model)
         module = prepared(self.model, base.model, plan, precision, None, 0)
         deepspeed.init_distributed(dist_backend="nccl" if plan.device == "cuda" else "gloo")
+        if "nvme" in (plan.offload, plan.offload_parameters):
+            _compile_async_io()
         if plan.sharding == "zero3":
             fill_partitioned(module, self.model, base.weights, adapters, self.device, self._config)
         else:
@@ -170,6 +173,16 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         self.engine.destroy()
+
+
+def _compile_async_io() -> None:
+    """The op that moves states to NVMe and back: compiled once a machine, by one rank, and kept in torch's cache."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if dist.get_rank() == 0:
+        with heartbeat("loading DeepSpeed's op for NVMe, which is compiled the first time"):
+            AsyncIOBuilder().load(verbose=False)
+    dist.barrier()
 
 
 def import_deepspeed(plan: Plan) -> Any:

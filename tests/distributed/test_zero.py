@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tasks.contracts import Plan
+from tasks.select_strategy import can_build_async_io
 from tests import tiny
 from tests.distributed import zero_claims
 from tests.distributed.compare import workspace
@@ -35,6 +36,18 @@ EVERY = [
     zero("zero3", offload="cpu", offload_parameters="cpu"),
     zero("zero3", activation_checkpointing="full"),
 ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_build_async_io(), reason="DeepSpeed's op for NVMe needs libaio and a C++ compiler")
+def test_states_on_nvme(tmp_path: Path) -> None:
+    """Of a model large enough that DeepSpeed swaps at all (a MiB a rank)."""
+    changes = {"train.finetuning_type": "full", "train.num_train_epochs": 1, "train.learning_rate": 0.001}
+    root = workspace(tmp_path / "w", {"hidden": 256, "layers": 4}, **changes)
+    run_ranks(
+        2, zero_claims.same_and_resumed, str(root), NATIVE, [zero("zero3", offload="nvme")], "float32", 1e-5
+    )
+    assert list((root / "nvme").rglob("*.swp"))
 
 
 LONG_WAY = ["zero2cpu", "zero3dp4", "tp2", "zero3dp1", "zero1", "ddp2", "zero3dp2", "pp2", "zero0"]

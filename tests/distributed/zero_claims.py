@@ -24,7 +24,7 @@ def _engine(root: Path, plan: Plan, precision: Precision) -> Engine:
 
     params = read_params(root / "params.yaml")
     base = open_base(Paths(root), loaded_dtype(params.train.finetuning_type, precision))
-    return make_engine(base, params.train, plan, precision, 10, params.seed)
+    return make_engine(base, params.train, plan, precision, 10, params.seed, root / "nvme")
 
 
 def _steps(engine: Engine, plan: Plan, first: int) -> list[StepResult]:
