@@ -69,7 +69,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         for ranks in (1, 2)
     },
 }
-OFFLOADED = {"+cpu": {"offload": "cpu"}, "+cpu+params": {"offload": "cpu", "offload_parameters": "cpu"}}
+OFFLOADED = {
+    "+cpu": {"offload": "cpu"},
+    "+cpu+params": {"offload": "cpu", "offload_parameters": "cpu"},
+    "+nvme": {"offload": "nvme"},
+}
 LAYOUTS |= {
     zero + where: LAYOUTS[zero] | more
     for zero in ("zero2dp1", "zero2dp2", "zero3dp1", "zero3dp2")
@@ -184,6 +188,7 @@ def zero(shape: str) -> list[Variant]:
         Variant(shape, "full", "zero2dp2", 1, 4, "selective"),
         Variant(shape, "full", "zero3dp2+cpu", 1, 4, "selective"),
         Variant(shape, "full", "zero3dp2+cpu+params", 1, 4, "selective"),
+        Variant(shape, "full", "zero3dp2+nvme", 1, 4, "selective"),
         Variant(shape, "lora", "ddp2", 1, 4, "selective"),
         Variant(shape, "lora", "zero2dp2", 1, 4, "selective"),
         Variant(shape, "lora", "zero3dp2", 1, 4, "selective"),
