@@ -174,7 +174,7 @@ def _one_step(
     begin = time.perf_counter()
     plan = job.plan
     share = data_rank(plan, job.rank)
-    micros = deal(samples.tolist(), lengths.tokens, plan.micro_batch, plan.data_parallel, share)
+    micros = deal(samples.tolist(), lengths.tokens, plan.rows, plan.shares, share)
     batches = [collate(job.split, micro) for micro in micros]
     watch.data_wait += time.perf_counter() - begin
     return engine.train_step(batches, int(lengths.targets[samples].sum()), flags)

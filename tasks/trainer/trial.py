@@ -85,9 +85,7 @@ def _measure(request: TrialRequest) -> TrialResult:
     lengths = [request.sequence, *[request.mean_row] * (WARM_UP - 1 + request.steps)]
     taken = []
     for length in lengths:
-        batches = [
-            _batch(plan.micro_batch, length, vocab, request.document) for _ in range(plan.accumulation)
-        ]
+        batches = [_batch(plan.rows, length, vocab, request.document) for _ in range(plan.accumulation)]
         targets = plan.global_batch * (length - 1)
         if cuda:
             torch.cuda.synchronize()
