@@ -38,7 +38,15 @@ Schedule = Annotated[
     Literal["gpipe", "1f1b", "interleaved1f1b", "zerobubble"] | None,
     typer.Option(help="How a pipeline's stages take turns."),
 ]
-Pin = Annotated[list[str] | None, typer.Option(help="More pins, such as sharding=zero3 or offload=cpu.")]
+Sharding = Annotated[
+    Literal["none", "fsdp2", "zero0", "zero1", "zero2", "zero3"] | None,
+    typer.Option(help="How data-parallel ranks share; zero0 to zero3 are DeepSpeed's."),
+]
+Offload = Annotated[
+    Literal["none", "cpu", "nvme"] | None,
+    typer.Option(help="Where zero2 and zero3 keep optimizer state; --offload-parameters: zero3's weights."),
+]
+Pin = Annotated[list[str] | None, typer.Option(help="More pins, such as engine=deepspeed or compile=true.")]
 Picture = Annotated[Path | None, typer.Option(help="Write memory and time of the best plans as a PNG.")]
 WhatHardware = Annotated[bool, typer.Option("--what-hardware", help="Smallest machines that fit.")]
 Largest = Annotated[bool, typer.Option("--largest", help="Largest model and longest row that fit.")]
@@ -63,6 +71,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument an option
     tp: Number = None,
     pp: Number = None,
     schedule: Schedule = None,
+    sharding: Sharding = None,
+    offload: Offload = None,
+    offload_parameters: Offload = None,
     pin: Pin = None,
     picture: Picture = None,
     what_hardware: WhatHardware = False,
@@ -75,6 +86,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument an option
 
     _agree(what_hardware, largest, hardware, picture)
     said = {"gpus": gpus, "micro_batch": micro_batch, "dp": dp, "tp": tp, "pp": pp, "schedule": schedule}
+    said |= {"sharding": sharding, "offload": offload, "offload_parameters": offload_parameters}
     words = [*(pin or []), *(f"{key}={value}" for key, value in said.items() if value)]
     question = Question(
         model=model,

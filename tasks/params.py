@@ -46,6 +46,9 @@ MIGRATIONS = {
     "comm_hook": "train.communication_hook",
     "ddp_backend": "select_strategy.ddp_backend",
     "fsdp": "select_strategy.sharding",
+    "zero_stage": "select_strategy.sharding (zero0 to zero3)",
+    "offload_optimizer": "select_strategy.offload",
+    "offload_param": "select_strategy.offload_parameters",
     "gradient_checkpointing": "select_strategy.activation_checkpointing",
     "learning_rate": "train.learning_rate",
     "num_train_epochs": "train.num_train_epochs",
@@ -122,7 +125,10 @@ class SelectStrategyParams(Section):
     sequence_parallel: Switch
     per_device_train_batch_size: Degree | Auto
     gradient_accumulation_steps: Degree | Auto
-    sharding: Literal["auto", "none", "fsdp2"]
+    sharding: Literal["auto", "none", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
+    offload: Literal["auto", "none", "cpu", "nvme"]
+    offload_parameters: Literal["auto", "none", "cpu", "nvme"]
+    nvme_path: Annotated[str, Field(min_length=1)] | None
     activation_checkpointing: Literal["auto", "none", "selective", "full"]
     compile: Switch
     ddp_backend: Literal["auto", "nccl", "gloo"]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
+from ctypes.util import find_library
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from tasks.contracts import DataManifest, HardwareProfile, ModelSpec, PlanReport, Precision, Resolved
 from tasks.errors import UserError
 from tasks.params import Params, TrainParams
 from tasks.paths import Paths
-from tasks.planner.capabilities import TRAINABLE_NOW, Capabilities
+from tasks.planner.capabilities import TRAINABLE_NOW, ZERO, Capabilities
 from tasks.planner.explain import report as plan_report
 from tasks.planner.explain import table
 from tasks.planner.model_spec import model_spec
@@ -41,6 +44,7 @@ def select_strategy(params: Params, paths: Paths) -> PlanReport:
     note = precision_note(resolved.precision, hardware)
     if note:
         say(note)
+    check_deepspeed(params)
     trained = trainable(params, config)
     problem = as_problem(params, manifest, hardware, spec, resolved.precision, trained)
     found = search(problem)
@@ -53,12 +57,45 @@ def select_strategy(params: Params, paths: Paths) -> PlanReport:
 
 
 def trainable(params: Params, config: Mapping[str, object]) -> Capabilities:
-    """What this version trains of a model: one that runs its own code is neither cut over ranks nor over stages,
-    and nobody knows what its attention makes of packed rows.
+    """What this version trains of a model here: one that runs its own code is neither cut over ranks nor over stages,
+    and nobody knows what its attention makes of packed rows; without DeepSpeed there is neither ZeRO nor offload.
     """
     own_code = params.model.trust_remote_code and bool(config.get("auto_map"))
     none: frozenset[str] = frozenset()
-    return replace(TRAINABLE_NOW, split_families=none, isolating_families=none) if own_code else TRAINABLE_NOW
+    found = TRAINABLE_NOW
+    if find_spec("deepspeed") is None:
+        found = replace(found, shardings=found.shardings - ZERO, offload=False)
+    found = replace(found, disk=can_build_async_io())
+    return replace(found, split_families=none, isolating_families=none) if own_code else found
+
+
+def can_build_async_io() -> bool:
+    """Whether DeepSpeed could compile its op for NVMe here: a C++ compiler, ninja and libaio with its header."""
+    tools = all(shutil.which(tool) for tool in ("c++", "ninja"))
+    return tools and find_library("aio") is not None and Path("/usr/include/libaio.h").is_file()
+
+
+def check_deepspeed(params: Params) -> None:
+    """Pins that need DeepSpeed, or its op for NVMe, where these are not installed.
+
+    Raises:
+        UserError: the first such pin.
+    """
+    strategy = params.select_strategy
+    for key in ("engine", "sharding", "offload", "offload_parameters"):
+        value = getattr(strategy, key)
+        if value not in ("deepspeed", "cpu", "nvme") and not value.startswith("zero"):
+            continue
+        if find_spec("deepspeed") is None:
+            raise UserError(
+                f"select_strategy.{key}={value} needs DeepSpeed, which is not installed; pip install deepspeed, or set "
+                "it to auto"
+            )
+        if value == "nvme" and not can_build_async_io():
+            raise UserError(
+                f"select_strategy.{key}=nvme needs DeepSpeed's async_io, which is compiled on first use; install a C++ "
+                "compiler, ninja and libaio-dev, or use cpu"
+            )
 
 
 def as_problem(

@@ -88,7 +88,7 @@ def _today(problem: Problem, report: PlanReport) -> str:
         best = search(problem.changed(capabilities=TRAINABLE_NOW, pins=free)).fitting[0]
     except NothingFits as error:
         why = str(error).removeprefix("no plan fits: ")
-        return f"of the plans that this version trains (engine torch on one machine) none fits: {why}"
+        return f"of the plans that this version trains (on one machine) none fits: {why}"
     except UserError as error:
         return f"this version has no plan for it: {error}"
     speed = best.estimate.tokens_per_second if best.estimate else 0.0

@@ -26,6 +26,9 @@ OPTIONS = {
     "pp": "--pp",
     "micro_batch": "--micro-batch",
     "schedule": "--schedule",
+    "sharding": "--sharding",
+    "offload": "--offload",
+    "offload_parameters": "--offload-parameters",
 }
 SWITCH = {"true": True, "false": False}
 WORDS = {

@@ -73,6 +73,8 @@ def layer_pass(
             launch += software.four_bit_launch * len(spec.linear_shapes)
         if plan.sharding in ("zero3", "fsdp2") and not stays_gathered(plan):
             launch += software.gather_launch
+        if plan.sharding in ("zero1", "zero2"):
+            launch += software.hook_launch
         if plan.tp > 1:
             launch += software.cut_launch
     own = 2.0 if work.method == "full" else 1.0  # frozen weights need no gradient of their own

@@ -40,9 +40,11 @@ def why(problem: Problem, found: Found) -> str:
     hardware = problem.hardware
     chosen, others = found.fitting[0], distinct(found.fitting)[1:]
     plan, cost = chosen.plan, cost_of(chosen)
+    host = f" and {gib(sum(cost.host_bytes.values()))} of {gib(cost.host_limit_bytes)} GiB host memory a node"
+    beside = "" if plan.offload == "none" else host
     parts = [
         f"{settings(plan)}: predicted {cost.tokens_per_second:,.0f} tokens/s with {gib(cost.total_bytes)} of "
-        f"{gib(cost.memory_limit_bytes)} GiB a process, best of {found.fit} plans that fit"
+        f"{gib(cost.memory_limit_bytes)} GiB a process{beside}, best of {found.fit} plans that fit"
         + (f" ({found.unfit} need too much memory)." if found.unfit else ".")
     ]
     if others:

@@ -10,10 +10,11 @@ from tasks.planner.workload import NF4_BLOCK
 def qlora_is_cut_between_blocks(plan: Plan, ground: Ground) -> str | None:
     if ground.work.method != "qlora":
         return None
-    if plan.sharding == "zero3":
-        return "zero3 with qlora would shard packed 4-bit weights, which DeepSpeed cannot gather; use fsdp2, or lora"
-    if plan.engine == "deepspeed" and plan.tp > 1:
-        return f"tp={plan.tp} with qlora would cut packed 4-bit weights, which DeepSpeed cannot; use the engine torch"
+    if plan.engine == "deepspeed":
+        return (
+            f"{plan.sharding} with qlora is not trained: DeepSpeed shares out float weights, and 4-bit ones are packed "
+            "bytes with scales beside them; use fsdp2 or sharding=none, or lora"
+        )
     if torn := torn_block(ground.spec, plan.tp):
         name, width = torn
         degrees = tensor_degrees(ground.spec, ground.a_node)

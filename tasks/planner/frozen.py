@@ -41,6 +41,8 @@ def gathered_bytes(work: Workload, software: Software) -> float:
 
 def sent_bytes(work: Workload, software: Software) -> float:
     """Bytes a parameter that ranks send each other when sharded weights are gathered."""
+    if work.method == "full" and software.gather is not None:
+        return software.gather
     if work.method != "qlora":
         return COMPUTE_BYTES[work.precision]
     return NF4_CODE if software.scales_whole else software.four_bit

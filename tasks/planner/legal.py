@@ -47,8 +47,6 @@ def tp_within_a_node(plan: Plan, ground: Ground) -> str | None:
 def sequence_parallel(plan: Plan, ground: Ground) -> str | None:
     if not plan.sequence_parallel:
         return None
-    if plan.engine == "deepspeed":
-        return "sequence_parallel is not part of DeepSpeed's tensor parallelism; use the engine torch, or leave it out"
     if plan.tp == 1:
         return (
             "sequence parallelism with tp=1 has no ranks to cut a row over; use tp=2 or more, or leave it out"
@@ -153,9 +151,10 @@ def engine_fits(plan: Plan, ground: Ground) -> str | None:
             f"{plan.sharding} does not go with pp={plan.pp}: DeepSpeed's pipeline refuses ZeRO-2 and 3, and its ZeRO-1 "
             "is not used here; use fsdp2 beside a pipeline, or pp=1"
         )
-    if plan.sharding == "zero3" and plan.tp > 1:
+    if zero and plan.tp > 1:
         return (
-            f"zero3 with tp={plan.tp} is not supported by DeepSpeed's tensor parallelism; use zero2, or fsdp2"
+            f"{plan.sharding} does not go with tp={plan.tp}: DeepSpeed takes every rank for a copy and knows nothing "
+            "of layers that are cut here; use fsdp2 beside tensor parallelism, or tp=1"
         )
     if zero and plan.dp_replicate > 1:
         return f"{plan.sharding} shards over all data-parallel ranks; use dp_replicate=1, or fsdp2 to keep replicas"
@@ -171,11 +170,13 @@ def offload_fits(plan: Plan, ground: Ground) -> str | None:
         return f"offload={plan.offload} needs DeepSpeed's zero2 or zero3 and sharding is {plan.sharding}; use these"
     if plan.offload == "nvme" and plan.sharding != "zero3":
         return f"offload=nvme needs zero3 (DeepSpeed's rule) and sharding is {plan.sharding}; use zero3, or offload=cpu"
-    if plan.offload_parameters != "none" and plan.sharding != "zero3":
-        return f"offload_parameters={plan.offload_parameters} needs zero3 and sharding is {plan.sharding}; use zero3"
-    if plan.offload_parameters != "none" and plan.offload == "none":
+    if plan.offload_parameters == "none" or (plan.sharding == "zero3" and plan.offload != "none"):
+        return None
+    if plan.offload == "none" and plan.sharding in ("none", "zero3"):
         return "offloaded weights need an offloaded optimizer beside them; set offload=cpu too"
-    return None
+    return (
+        f"offload_parameters={plan.offload_parameters} needs zero3 and sharding is {plan.sharding}; use zero3"
+    )
 
 
 def one_process_replicates(plan: Plan, ground: Ground) -> str | None:
@@ -192,6 +193,8 @@ def one_process_replicates(plan: Plan, ground: Ground) -> str | None:
 
 def device_fits(plan: Plan, ground: Ground) -> str | None:
     if plan.backend == "gloo" and plan.device == "cuda":
+        if plan.engine == "deepspeed":
+            return f"{plan.sharding} on GPUs sends over nccl, and ddp_backend is gloo; use nccl, auto or sharding=none"
         if plan.sharding == "fsdp2":
             return (
                 "fsdp2 on GPUs gathers over nccl, and ddp_backend is gloo; use nccl or auto, or sharding=none"

@@ -23,6 +23,7 @@ from tasks.planner.frozen import frozen_bytes, gathered_bytes
 from tasks.planner.model_spec import lora_parameters
 from tasks.planner.stages import in_flight, last_rank, rank_layers, stays_gathered
 from tasks.planner.workload import ELASTANE, Software, Workload, software_of
+from tasks.planner.zero import zero_states
 
 GIB = 2**30
 
@@ -54,7 +55,7 @@ def memory(spec: ModelSpec, plan: Plan, work: Workload, software: Software = ELA
     Every row of the micro-batch is taken to be as long as the longest. With pipeline stages it is the maximum over
     them that is told.
     """
-    software = software_of(plan, work.precision, software)
+    software = software_of(plan, software)
     stages = rank_layers(spec, plan, software.stage_split)
     terms: dict[str, float] = {}
     for stage in range(plan.pp) if plan.pp <= 4 else _suspects(stages):
@@ -84,7 +85,8 @@ def _stage(
     spec: ModelSpec, plan: Plan, work: Workload, software: Software, stage: int, layers: int
 ) -> dict[str, float]:
     held, trained = stage_parameters(spec, plan, work, stage, layers)
-    terms = _states(spec, plan, work, software, held, trained)
+    states = zero_states if software.flat_parts else _states
+    terms = states(spec, plan, work, software, held, trained)
     tokens = plan.micro_batch * work.sequence
     compute = COMPUTE_BYTES[work.precision]
     flight = in_flight(plan, stage)
@@ -114,7 +116,9 @@ def _stage(
                 compute * spec.embedding_parameters
             )  # the head's gradient, once there is little else
     terms["fixed"] = fixed_bytes(plan, software)
-    if plan.accumulation == 1 and not software.gradients_stay and not is_ddp(plan):
+    # ZeRO-3 of DeepSpeed has room for them from the start.
+    stay = software.gradients_stay or is_ddp(plan) or (software.flat_parts and plan.sharding == "zero3")
+    if plan.accumulation == 1 and not stay:
         # The backward pass frees activations and logits as it makes gradients: only the excess adds to the peak.
         freed = terms["activations"] + terms.get("logits", 0.0)
         terms["gradients"] = max(0.0, terms["gradients"] - freed)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
+from math import ceil
 
 from tasks.contracts import Candidate, CostEstimate, Plan
 from tasks.errors import UserError
 from tasks.planner.legal import RULES, broken
+from tasks.planner.memory import GIB
 from tasks.planner.problem import Pins, Problem
 from tasks.planner.space import RuledOut, complexity, layouts, levels, micro_batches
 from tasks.planner.words import excess, gib, largest_terms, moment, settings, shortage, terms
@@ -16,6 +18,7 @@ from tasks.planner.workload import Method
 
 SHORTEST = 128  # tokens; halving rows stops here
 MOST_NODES = 8
+MOST_HOST = 4096 * GIB  # bytes of host memory that a node may be wished for
 A_NODE = 8
 WAYS = 3
 LIGHTER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
@@ -28,8 +31,9 @@ class NothingFits(UserError):
 def too_large(problem: Problem, plan: Plan, cost: CostEstimate, fitting: Sequence[Plan]) -> str:
     """What there is too little of, by how much, and the plan nearest to this one that fits."""
 
-    def distance(other: Plan) -> tuple[bool, bool, bool, int]:
+    def distance(other: Plan) -> tuple[bool, bool, bool, bool, int]:
         return (
+            (other.offload, other.offload_parameters) != (plan.offload, plan.offload_parameters),
             (other.tp, other.pp) != (plan.tp, plan.pp),
             (other.dp_replicate, other.sharding) != (plan.dp_replicate, plan.sharding),
             other.activation_checkpointing != plan.activation_checkpointing,
@@ -92,7 +96,7 @@ def nothing_fits(problem: Problem, unfit: Sequence[tuple[Plan, CostEstimate]]) -
             f"needs {gib(host)} GiB of {gib(cost.host_limit_bytes)} GiB host memory a node even as {settings(plan)} "
             f"({largest_terms(cost.host_bytes)})"
         )
-    ways = _ways_out(problem)
+    ways = _ways_out(problem, unfit)
     if not ways:
         ways = [
             f"use a smaller model, rows shorter than {problem.say('sequence', problem.work.sequence)} tokens or a "
@@ -104,8 +108,20 @@ def nothing_fits(problem: Problem, unfit: Sequence[tuple[Plan, CostEstimate]]) -
     )
 
 
-def _ways_out(problem: Problem) -> list[str]:
-    """Changes that would make it fit: fewer pins, a lighter method, more GPUs, shorter rows."""
+def _more_host_memory(
+    problem: Problem, unfit: Sequence[tuple[Plan, CostEstimate]]
+) -> Iterator[tuple[str, Problem]]:
+    """The least host memory of a node with which a plan would fit whose GPUs have room enough, up to MOST_HOST."""
+    if problem.hardware.device == "cpu":
+        return
+    needs = [sum(cost.host_bytes.values()) for _, cost in unfit if cost.peak_bytes <= cost.memory_limit_bytes]
+    if needs and (room := ceil(min(needs) / (1 - problem.margin) / GIB)) * GIB <= MOST_HOST:
+        hardware = problem.hardware.model_copy(update={"host_memory_bytes": room * GIB})
+        yield f"give the node {room} GiB of host memory", problem.changed(hardware=hardware)
+
+
+def _ways_out(problem: Problem, unfit: Sequence[tuple[Plan, CostEstimate]]) -> list[str]:
+    """Changes that would make it fit: fewer pins, a lighter method, more host memory, more GPUs, shorter rows."""
 
     def told(text: str, changed: Problem) -> str | None:
         try:
@@ -123,7 +139,9 @@ def _ways_out(problem: Problem) -> list[str]:
         ways.append(told(_use(problem, "evaluation_rows", 1), problem.changed(evaluation_rows=1)))
     if ways and ways[0]:
         return [ways[0]]
-    fewer = _first(_fewer_pins(problem), lambda pair: told(*pair))
+    quick = replace(problem.capabilities, offload=False)
+    fewer = _first(_fewer_pins(problem.changed(capabilities=quick)), lambda pair: told(*pair))
+    fewer = fewer or _first(_fewer_pins(problem), lambda pair: told(*pair))
     if fewer:
         return [fewer]
     if problem.work.communication_hook != "none":
@@ -134,6 +152,7 @@ def _ways_out(problem: Problem) -> list[str]:
         ways.append(told(_use(problem, "method", method), changed))
         if ways[-1]:
             break
+    ways.append(_first(_more_host_memory(problem, unfit), lambda pair: told(*pair)))
     ways.append(_first(_more_gpus(free), lambda pair: told(*pair)))
     lengths = ((_use(problem, "sequence", n), _shorter(free, n)) for n in _lengths(problem))
     ways.append(_first(lengths, lambda pair: told(*pair)))

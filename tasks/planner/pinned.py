@@ -86,10 +86,13 @@ def _check_trainable(problem: Problem) -> None:
             f"select_strategy.activation_checkpointing={level} cannot be trained by this version of elastane; "
             f"use {', '.join(can.levels)} or auto"
         )
-    if pins.engine == "deepspeed" and "zero2" not in can.shardings:
-        raise UserError(
-            "select_strategy.engine=deepspeed cannot be trained by this version of elastane; use torch or auto"
-        )
+    if "zero2" not in can.shardings:
+        for name in ("engine", "sharding", "offload", "offload_parameters"):
+            value = getattr(pins, name) or ""
+            if value in ("deepspeed", "cpu", "nvme") or value.startswith("zero"):
+                raise UserError(
+                    f"{problem.say(name, value)} needs DeepSpeed, which cannot be had here; use auto"
+                )
 
 
 def _why_whole(problem: Problem) -> str | None:

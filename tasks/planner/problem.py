@@ -87,8 +87,9 @@ class Pins:
 
         named = {field: said(key) for field, key in DEGREES.items()}
         named |= {
-            key: said(key) for key in ("activation_checkpointing", "sharding", "engine", "sequence_parallel")
+            key: said(key) for key in ("activation_checkpointing", "engine", "sharding", "sequence_parallel")
         }
+        named |= {key: said(key) for key in ("offload", "offload_parameters")}
         named |= {
             "backend": said("ddp_backend"),
             "schedule": said("pipeline_schedule"),

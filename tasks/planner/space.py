@@ -152,19 +152,21 @@ def _sharings(problem: Problem, dp: int, tp: int, nvme: bool) -> list[Sharing]:
 
 def _zero(problem: Problem, dp: int, nvme: bool) -> list[Sharing]:
     """DeepSpeed's ways. On a CPU, and without sharing anything (zero0), only where a pin asks for them."""
-    can, pins = problem.capabilities.shardings, problem.pins
-    pinned = pins.engine == "deepspeed" or (pins.sharding or "").startswith("zero")
-    if "zero2" not in can or (problem.hardware.device == "cpu" and not pinned):
+    can, pins, cuda = problem.capabilities, problem.pins, problem.hardware.device == "cuda"
+    away = {where for where in (pins.offload, pins.offload_parameters) if where not in (None, "none")}
+    pinned = pins.engine == "deepspeed" or (pins.sharding or "").startswith("zero") or bool(away)
+    if "zero2" not in can.shardings or not (cuda or pinned):
         return []
     stages = ["zero0"] if pins.sharding == "zero0" else []
     stages += ["zero1", "zero2", "zero3"] if dp > 1 or pinned else []
-    found = [Sharing("deepspeed", zero, 1, dp) for zero in stages if zero in can]
-    if problem.capabilities.offload:
-        wheres = {"cpu"} | ({"nvme"} if nvme else set()) | ({pins.offload} if pins.offload else set())
-        for where in sorted(wheres - {"none"}):
-            with_offload = ("zero3",) if where == "nvme" else ("zero2", "zero3")
-            found += [Sharing("deepspeed", zero, 1, dp, where) for zero in with_offload]
-            found.append(Sharing("deepspeed", "zero3", 1, dp, where, where))
+    found = [Sharing("deepspeed", zero, 1, dp) for zero in stages if zero in can.shardings]
+    if not can.offload:
+        return found
+    # On a CPU all is in host memory as it is.
+    for where in sorted(away | ({"cpu"} if cuda else set()) | ({"nvme"} if nvme else set())):
+        with_offload = ("zero3",) if where == "nvme" else ("zero2", "zero3")
+        found += [Sharing("deepspeed", zero, 1, dp, where) for zero in with_offload]
+        found += [Sharing("deepspeed", "zero3", 1, dp, where, weights) for weights in sorted(away | {where})]
     return found
 
 

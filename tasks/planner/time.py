@@ -12,12 +12,11 @@ from tasks.planner.machine import Machine
 from tasks.planner.memory import is_ddp, stage_parameters
 from tasks.planner.network import Group, point_to_point, ring_seconds
 from tasks.planner.stages import idle, last_rank, rank_layers, stays_gathered
-from tasks.planner.workload import ELASTANE, Software, Workload, row_width
+from tasks.planner.workload import ELASTANE, Software, Workload, row_width, software_of
+from tasks.planner.zero import gradient_bus, gradient_copies, host_step
 
 # AdamW reads weight, gradient and two moments and writes three; norm and clipping touch the gradient thrice.
 OPTIMIZER_BYTES = (4 + 3 + 3) * FLOAT32
-# CPU Adam moves the same states through host memory, and the half-precision weights back.
-HOST_OPTIMIZER_BYTES = 4 * FLOAT32 + 3 * FLOAT32
 # What DDP's hooks make of a float32 gradient before it is sent. PowerSGD sends whole gradients in its first steps and
 # thin factors later: the careful case is taken.
 HOOK_BYTES = {"fp16": 2.0, "bf16": 2.0}
@@ -33,8 +32,7 @@ def seconds(
     """
     if machine.device == "cpu":
         machine = replace(machine, peak=machine.peak / plan.world_size)  # ranks of one CPU share its cores
-    if plan.compiled:
-        software = software.compiled
+    software = software_of(plan, software)
     width = plan.micro_batch * row_width(work, plan)
     stages = rank_layers(spec, plan, software.stage_split)
     layer = layer_pass(spec, plan, work, machine, software, width)
@@ -129,6 +127,7 @@ def _data_traffic(
     if plan.data_parallel == 1 and plan.sharding == "none":
         return 0.0
     compute = COMPUTE_BYTES[work.precision]
+    sent = software.gather or compute
     held, trained = _fullest_end(spec, plan, work, stages)
     inner = Group(plan.dp_shard, plan.tp)
     outer = Group(plan.dp_replicate, plan.tp * plan.dp_shard)
@@ -141,21 +140,28 @@ def _data_traffic(
     if plan.sharding == "none":
         whole = ring_seconds(machine, outer, gradients, 2)
         return whole - (software.overlap * min(whole, last) if is_ddp(plan) else 0.0)
+    if plan.sharding == "zero0":  # summed after the last backward pass
+        return ring_seconds(machine, inner, gradients, 2)
     outside = ring_seconds(machine, outer, gradients / plan.dp_shard, 2)
     if plan.sharding in ("zero1", "zero2"):
-        scattered = ring_seconds(machine, inner, gradients, 1)
+        scattered = ring_seconds(machine, inner, gradients, software.gradient_trips)
         if plan.sharding == "zero2":
             scattered *= plan.accumulation
+        scattered += gradient_bus(plan, machine, software, trained)
         hidden = software.overlap * min(scattered, last)
-        return scattered - hidden + ring_seconds(machine, inner, trained * compute, 1) + outside
+        return scattered - hidden + ring_seconds(machine, inner, trained * sent, 1) + outside
     weights = held * sent_bytes(work, software)
     once = ring_seconds(machine, inner, weights, 1)
     if stays_gathered(plan):
         exposed = once - software.overlap * min(once, last / 2)
         return exposed + ring_seconds(machine, inner, gradients, 1) + outside
-    extra = (2 * once + ring_seconds(machine, inner, trained * compute, 1)) * plan.accumulation
+    extra = (2 * once + ring_seconds(machine, inner, trained * sent, 1)) * plan.accumulation
+    extra += gradient_bus(plan, machine, software, trained)
     if plan.offload_parameters != "none":
         extra += plan.accumulation * 2 * weights / plan.dp_shard / machine.host_link
+    if plan.offload_parameters == "nvme":
+        here = min(plan.world_size, machine.gpus_per_node)
+        extra += plan.accumulation * 2 * here * weights / plan.dp_shard / machine.disk
     slowed = machine.constants.contention * min(extra, busy)
     return extra - software.overlap * min(extra, busy) + slowed + outside
 
@@ -170,16 +176,12 @@ def _fullest_end(spec: ModelSpec, plan: Plan, work: Workload, stages: tuple[int,
 def _optimizer(
     spec: ModelSpec, plan: Plan, work: Workload, machine: Machine, software: Software, stages: tuple[int, ...]
 ) -> float:
-    """AdamW on the GPU is bound by its memory; offloaded, by the bus both ways and by host memory or disk."""
+    """AdamW on the GPU is bound by its memory; offloaded, see `host_step`."""
     _, trained = stage_parameters(spec, plan, work, 0, stages[0])
-    if plan.sharding != "none":
+    copied = gradient_copies(plan, software, trained)
+    if plan.sharding not in ("none", "zero0"):
         trained /= plan.dp_shard
     if plan.offload == "none":
         share = machine.constants.bandwidth if machine.device == "cuda" else 1.0
-        return trained * OPTIMIZER_BYTES / (machine.bandwidth * share)
-    here = min(plan.world_size, machine.gpus_per_node)
-    compute = COMPUTE_BYTES[work.precision]
-    bus = trained * (software.gradient_traffic + compute) / machine.host_link
-    host = here * trained * HOST_OPTIMIZER_BYTES / machine.host_bandwidth
-    disk = here * trained * 6 * FLOAT32 / machine.disk if plan.offload == "nvme" else 0.0
-    return bus + max(host, disk)
+        return (trained * OPTIMIZER_BYTES + copied) / (machine.bandwidth * share)
+    return host_step(plan, machine, trained)

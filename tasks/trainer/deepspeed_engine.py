@@ -183,7 +183,7 @@ class DeepSpeedEngine:
 
 def import_deepspeed(plan: Plan) -> Any:
     """The library, told which device it is for and to keep quiet: it looks at the environment as it is imported."""
-    os.environ.setdefault("DS_ACCELERATOR", plan.device)
+    os.environ["DS_ACCELERATOR"] = plan.device
     import deepspeed
     from deepspeed.utils import logger
 

@@ -92,7 +92,9 @@ def _train(
     kept = loaded_dtype(params.train.finetuning_type, precision)
     # Nothing else holds on to what it was made from.
     base = _open_base(paths, kept, rank)
-    engine = make_engine(base, params.train, plan, precision, steps, params.seed, run / "nvme")
+    swap = params.select_strategy.nvme_path
+    swap = run / "nvme" if swap is None else paths.root / swap
+    engine = make_engine(base, params.train, plan, precision, steps, params.seed, swap)
     del base
     job = Job(run, order.run_key, plan, precision, params.train, split, samples, steps, rank)
     tracker = Tracker(params, paths, order.run_key, plan) if rank == 0 else None

@@ -13,6 +13,16 @@ from tasks.contracts import Plan
 from tasks.params import TrainParams
 
 NEVER = 2**31 - 1
+# Elements. DeepSpeed's own (500 million a bucket, a billion gathered) take 4 to 8 GB in float32; these fill a link too.
+# A matrix larger than a bucket is sent by itself. tasks/planner/zero.py counts them.
+BUCKET = 50_000_000
+LIVE = 200_000_000
+# What ZeRO-3's optimizer is given at once. On a GPU it has a second flat gradient, on disk it passes through buffers of
+# this size; in host memory each has a pinned one, and these are rounded up to a power of two: here 2**30 elements.
+SUB_GROUP = {"none": 100_000_000, "cpu": 900_000_000, "nvme": 100_000_000}
+PARAMETER_BUFFER = (
+    600_000_000  # of the whole ranks together: the largest matrix of a model passes through one from disk
+)
 STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
@@ -27,13 +37,26 @@ def zero_config(plan: Plan, train: TrainParams, swap: Path | None = None) -> dic
         "stage": stage,
         "contiguous_gradients": True,
         "overlap_comm": plan.device == "cuda",
+        "reduce_bucket_size": BUCKET,
     }
+    if stage == 3:
+        zero |= {
+            "sub_group_size": SUB_GROUP[plan.offload],
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_max_live_parameters": LIVE,
+            "stage3_max_reuse_distance": LIVE,
+        }
     for key, where in (
         ("offload_optimizer", plan.offload),
         ("offload_param", plan.offload_parameters),
     ):
         if where != "none":
             zero[key] = {"device": where, "pin_memory": plan.device == "cuda"}
+        if key == "offload_param" and where == "cpu" and train.finetuning_type == "full":
+            # They move into one pinned buffer; pinned ones of their own would never be given back to the system.
+            zero[key]["pin_memory"] = False
+        if key == "offload_param" and where == "nvme":
+            zero[key]["buffer_size"] = PARAMETER_BUFFER // plan.dp_shard
         if where == "nvme":
             assert swap is not None, "a plan that keeps states on NVMe needs a folder there"
             zero[key]["nvme_path"] = str(swap)

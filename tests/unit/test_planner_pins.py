@@ -50,8 +50,9 @@ def test_pinned_sharding_and_degree_are_shards_times_copies(machine):
     found = [candidate.plan for candidate in plans(machine, strategy=strategy)]
     assert {(plan.dp_replicate, plan.dp_shard) for plan in found} == {(1, 4), (2, 2)}
     assert {plan.name for plan in found} == {"fsdp4", "dp2fsdp2"}
-    open_to_both = {c.plan.sharding for c in plans(machine, strategy=strategy_params(data_parallel_degree=4))}
-    assert open_to_both == {"none", "fsdp2"}
+    free = {c.plan.sharding for c in plans(machine, strategy=strategy_params(data_parallel_degree=4))}
+    assert free - {"zero1", "zero2", "zero3"} == {"none", "fsdp2"}
+    assert ("zero2" in free) == (machine.device == "cuda")
 
 
 def test_a_model_too_large_for_a_gpu_alone_is_sharded():
@@ -133,6 +134,15 @@ def test_three_explicit_degrees_make_the_batch():
             "train.global_batch=16; use another",
         ),
         (gpus(2), {"sharding": "fsdp2", "ddp_backend": "gloo"}, "ddp_backend is gloo; use nccl or auto"),
+        (gpus(2), {"sharding": "zero2", "ddp_backend": "gloo"}, "sends over nccl, and ddp_backend is gloo"),
+        (cpu(2), {"sharding": "zero2", "engine": "torch"}, "zero2 is not of the engine torch; use deepspeed"),
+        (gpus(2), {"offload": "cpu", "engine": "torch"}, "offload=cpu needs DeepSpeed's zero2 or zero3"),
+        (gpus(2), {"offload": "cpu", "sharding": "zero1"}, "zero2 or zero3 and sharding is zero1; use these"),
+        (gpus(2), {"offload": "nvme", "sharding": "zero2"}, "offload=nvme needs zero3"),
+        (gpus(2), {"offload": "none", "offload_parameters": "cpu"}, "beside them; set offload=cpu too"),
+        (gpus(2), {"sharding": "zero2", "offload_parameters": "cpu"}, "needs zero3 and sharding is zero2"),
+        (gpus(3), {"sharding": "zero2", "tensor_parallel_degree": 3}, "zero2 does not go with tp=3"),
+        (gpus(2), {"sharding": "zero1", "pipeline_parallel_degree": 2}, "zero1 does not go with pp=2"),
     ],
 )
 def test_illegal_pins_name_value_rule_and_way_out(machine, pins, sentence):
@@ -213,6 +223,22 @@ def test_powersgd_in_float16_is_refused_between_ranks():
     assert {c.plan.name for c in fitting(found)} == {"single"}
     with pytest.raises(UserError, match="infinities of a float16 overflow"):
         plans(gpus(4, gib=80), TINY, train, strategy_params(data_parallel_degree=2), precision="float16")
+
+
+@pytest.mark.parametrize("machine", [gpus(2, gib=80), cpu(2)], ids=["gpus", "cpu"])
+def test_pins_of_offload_are_kept_and_bring_zero_with_them(machine):
+    for offload, weights, name in (
+        ("cpu", "none", "zero2dp1+cpu"),
+        ("auto", "cpu", "zero3dp1+cpu+params-cpu"),
+        ("cpu", "nvme", "zero3dp1+cpu+params-nvme"),
+        ("nvme", "none", "zero3dp1+nvme"),
+    ):
+        strategy = strategy_params(offload=offload, offload_parameters=weights, data_parallel_degree=1)
+        assert name in {c.plan.name for c in fitting(plans(machine, TINY, strategy=strategy))}
+    # On a CPU nothing is gained by it.
+    near = strategy_params(sharding="zero2", data_parallel_degree=1)
+    names = {c.plan.name for c in fitting(plans(machine, TINY, strategy=near))}
+    assert names == {"zero2dp1"} | ({"zero2dp1+cpu"} if machine.device == "cuda" else set())
 
 
 def test_gloo_may_be_asked_for_on_gpus():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from tasks.contracts import Candidate, Gpu, HardwareProfile
+from tasks.contracts import Candidate, Gpu, HardwareProfile, Plan
 from tasks.errors import UserError
 from tasks.planner.explain import why
 from tasks.planner.model_spec import model_spec
@@ -72,11 +72,28 @@ def random_strategy(draw: random.Random, machine: HardwareProfile, batch: int) -
         ("sequence_parallel", 0.1, [True, False]),
         ("activation_checkpointing", 0.3, ["none", "selective", "full"]),
         ("compile", 0.2, [True, False]),
-        ("sharding", 0.2, ["none", "fsdp2"]),
+        ("sharding", 0.3, ["none", "fsdp2", "zero0", "zero1", "zero2", "zero3"]),
+        ("offload", 0.1, ["none", "cpu", "nvme"]),
     ):
         if draw.random() < chance:
             pins[key] = draw.choice(values)
     return pins
+
+
+def check_deepspeed(plan: Plan, machine: HardwareProfile, pins: dict[str, object], degree: int) -> None:
+    """ZeRO over all ranks and nothing beside it; without offload only where it shares something out or is pinned."""
+    assert (plan.dp_replicate, plan.tp, plan.pp, plan.compiled) == (1, 1, 1, False)
+    said = str(pins.get("sharding", "")).startswith("zero") or pins.get("offload", "none") != "none"
+    assert said or (machine.device == "cuda" and (degree > 1 or plan.offload != "none"))
+    assert plan.sharding in ("zero1", "zero2", "zero3") or pins.get("sharding") == plan.sharding == "zero0"
+    with_offload = {
+        "none": ("zero0", "zero1", "zero2", "zero3"),
+        "cpu": ("zero2", "zero3"),
+        "nvme": ("zero3",),
+    }
+    assert plan.sharding in with_offload[plan.offload]
+    assert plan.offload_parameters in ("none", plan.offload)
+    assert plan.offload_parameters == "none" or plan.sharding == "zero3"
 
 
 def check_now(candidate: Candidate, asked: Problem, pins: dict[str, object]) -> None:
@@ -85,8 +102,11 @@ def check_now(candidate: Candidate, asked: Problem, pins: dict[str, object]) -> 
     degree = plan.dp_replicate * plan.dp_shard
     world = degree * plan.tp * plan.pp
     assert plan.micro_batch * plan.accumulation * degree == batch
-    assert (plan.engine, plan.replication, plan.offload) == ("torch", "ddp", "none")
-    assert plan.sharding == ("fsdp2" if plan.dp_shard > 1 else "none")
+    assert plan.replication == "ddp"
+    if plan.engine == "deepspeed":
+        check_deepspeed(plan, machine, pins, degree)
+    else:
+        assert (plan.sharding, plan.offload) == ("fsdp2" if plan.dp_shard > 1 else "none", "none")
     assert plan.activation_checkpointing in ("none", "selective", "full")
     assert plan.device == machine.device
     if asked.spec.family not in ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "bloom", "llama_alibi"):
@@ -114,6 +134,7 @@ def check_now(candidate: Candidate, asked: Problem, pins: dict[str, object]) -> 
         "sequence_parallel": plan.sequence_parallel,
         "compile": plan.compiled,
         "sharding": plan.sharding,
+        "offload": plan.offload,
         "per_device_train_batch_size": plan.micro_batch,
         "activation_checkpointing": plan.activation_checkpointing,
     }.items():
@@ -161,12 +182,13 @@ def test_every_candidate_of_random_machines_keeps_the_rules():
     assert refused > 20 and illegal > 20 and unfit > 50
     kinds = [{entry[place] for entry in seen} for place in range(4)]
     assert kinds[0] == {"none", "gpipe", "1f1b", "interleaved1f1b", "zerobubble"}
-    assert kinds[1:] == [{True, False}, {True, False}, {"none", "fsdp2"}]
+    assert kinds[1:3] == [{True, False}, {True, False}]
+    assert kinds[3] == {"none", "fsdp2", "zero0", "zero1", "zero2", "zero3"}
     assert ("1f1b", True, False, "none", "cpu") in seen
 
 
 def test_candidates_are_complete():
-    whole = {"tensor_parallel_degree": 1, "pipeline_parallel_degree": 1, "compile": False}
+    whole = {"tensor_parallel_degree": 1, "pipeline_parallel_degree": 1, "compile": False, "engine": "torch"}
     found = {
         (
             *(c.plan.dp_replicate, c.plan.dp_shard, c.plan.micro_batch, c.plan.accumulation),

@@ -105,7 +105,6 @@ def test_what_is_said_is_obeyed(paths, capsys):
 @pytest.mark.parametrize(
     ("pin", "sentence"),
     [
-        ({"engine": "deepspeed"}, "engine=deepspeed cannot be trained"),
         (
             {"tensor_parallel_degree": 3},
             "degree=3 cannot be trained: a model that runs code of its own .* whole or sharded; use 1 or auto",
@@ -116,6 +115,31 @@ def test_what_is_planned_but_not_trained_is_refused_in_a_run(paths, pin, sentenc
     (paths.base / "config.json").write_text(json.dumps(CONFIG | {"auto_map": {"AutoConfig": "x.Y"}}))
     with pytest.raises(UserError, match=sentence):
         select_strategy(params(select_strategy=pin, model={"trust_remote_code": True}), paths)
+
+
+@pytest.mark.parametrize(
+    "pin", [{"engine": "deepspeed"}, {"sharding": "zero2"}, {"offload": "cpu"}, {"offload_parameters": "cpu"}]
+)
+def test_without_deepspeed_its_plans_are_left_out_and_pins_say_how_to_get_it(paths, monkeypatch, pin):
+    gpus(2).write(paths.hardware)
+    monkeypatch.setattr("tasks.select_strategy.find_spec", lambda name: name)
+    engines = {c.plan.engine for c in select_strategy(params(), paths).runners_up}
+    monkeypatch.setattr("tasks.select_strategy.find_spec", lambda name: None)
+    left = {c.plan.engine for c in select_strategy(params(), paths).runners_up}
+    assert (engines, left) == ({"torch", "deepspeed"}, {"torch"})
+    ((key, value),) = pin.items()
+    with pytest.raises(UserError, match=f"{key}={value} needs DeepSpeed, .*; pip install deepspeed, or"):
+        select_strategy(params(select_strategy=pin), paths)
+
+
+def test_nvme_needs_what_its_op_is_compiled_with(paths, monkeypatch):
+    monkeypatch.setattr("tasks.select_strategy.find_spec", lambda name: name)
+    monkeypatch.setattr("tasks.select_strategy.can_build_async_io", lambda: False)
+    with pytest.raises(UserError, match=r"offload=nvme needs DeepSpeed's async_io, .*libaio-dev, or use cpu"):
+        select_strategy(params(select_strategy={"offload": "nvme"}), paths)
+    monkeypatch.setattr("tasks.select_strategy.can_build_async_io", lambda: True)
+    report = select_strategy(params(select_strategy={"offload": "nvme"}), paths)
+    assert report.chosen.plan.name == "zero3dp1+nvme"
 
 
 def test_layers_are_cut_where_the_models_own_code_is_not_run(paths):
