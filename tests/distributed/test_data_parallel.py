@@ -11,16 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from tasks import train as stage
+from tasks import trials
 from tasks.contracts import Plan, Resolved, TrainPerformance
+from tasks.paths import Paths
 from tasks.trainer.data_parallel import shares
 from tasks.trainer.engine import Batch
 from tasks.trainer.run_state import StepLog
+from tasks.trainer.trial import TrialRequest, TrialResult, run_trial
 from tasks.trainer.worker import WorkerOrder
 from tests import tiny
 from tests.distributed import two_cards
+from tests.distributed.claims import _join
 from tests.distributed.compare import assert_same, start_weights, workspace
 from tests.distributed.ranks import Trained, _train_rank, run_ranks, train
 from tests.distributed.test_packing import pack
+from tests.unit.planner_cases import gpus
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("one_thread")]
 
@@ -54,7 +60,9 @@ def under(
     return [Trained(root / "runs" / key, StepLog(root / "runs" / key).read()) for key in plans]
 
 
-@pytest.mark.parametrize("method", ["full", "lora", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["full", *(pytest.param(method, marks=pytest.mark.slow) for method in ("lora", "qlora"))]
+)
 def test_it_learns_what_one_process_learns(method: str, tmp_path: Path) -> None:
     """Short last steps included, and under every level of recomputing."""
     changes = {
@@ -103,3 +111,63 @@ def test_rows_are_dealt_out_evenly() -> None:
     )
     (alone,) = shares(Batch(ids[:1], ids[:1]), 2)
     assert len(alone.input_ids) == 1 and alone.positions is None
+
+
+# --- started as one process ---------------------------------------------------------------------
+
+
+ON_GPUS = one_process(4).model_copy(update={"device": "cuda", "backend": "nccl"})
+
+
+def request(root: Path, plan: Plan) -> TrialRequest:
+    return TrialRequest(
+        config=str(root / "model" / "config.json"),
+        plan=plan,
+        train=tiny.params().train,
+        precision="float32",
+        sequence=16,
+        mean_row=8,
+        document=4,
+        steps=1,
+    )
+
+
+def try_it(root: str, result: str) -> None:
+    two_cards.pretend()
+    _join(one_process())
+    run_trial(request(Path(root), one_process())).write(Path(result))
+
+
+def test_a_trial_of_it_trains_packed_rows(tmp_path: Path) -> None:
+    tiny.write_model(tmp_path / "model")
+    run_ranks(1, try_it, str(tmp_path), str(tmp_path / "result.json"))
+    result = TrialResult.read(tmp_path / "result.json")
+    assert result.failed is None and result.seconds is not None and result.plan.name == "dataparallel2"
+
+
+@pytest.mark.parametrize("what", ["train", "trial"])
+def test_one_process_is_started_with_all_cores(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    class Ended:
+        stderr, returncode = "", 1
+
+        def wait(self) -> int:
+            return 0
+
+    def start(command: list[str], env: dict[str, str], **options: object) -> Ended:
+        started.append((command, env))
+        return Ended()
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    hardware = gpus(4).model_copy(update={"cpu_cores": 12})
+    if what == "train":
+        monkeypatch.setattr(stage.subprocess, "Popen", start)
+        stage.launch(ON_GPUS, hardware, Path("runs/x"), Paths(tmp_path))
+    else:
+        monkeypatch.setattr(trials.subprocess, "run", start)
+        trials._launch(request(tmp_path, ON_GPUS), hardware)
+    ((command, environment),) = started
+    assert "--nproc-per-node=1" in command and environment["OMP_NUM_THREADS"] == "12"
