@@ -60,9 +60,10 @@ def under(
     return [Trained(root / "runs" / key, StepLog(root / "runs" / key).read()) for key in plans]
 
 
-@pytest.mark.parametrize(
-    "method", ["full", *(pytest.param(method, marks=pytest.mark.slow) for method in ("lora", "qlora"))]
-)
+SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("lora", "qlora")]
+
+
+@pytest.mark.parametrize("method", ["full", *SLOW])
 def test_it_learns_what_one_process_learns(method: str, tmp_path: Path) -> None:
     """Short last steps included, and under every level of recomputing."""
     changes = {
