@@ -1,8 +1,8 @@
 """Tokens/s and memory of data preparation beside TRL's and LLaMA-Factory's, on the same rows and tokenizer.
 
 Each program reads the same JSONL of chat rows and ends with token ids and labels on disk; elastane also looks for
-duplicates and near-duplicates, splits, and hashes what it wrote. Counted from after the imports; the programs take
-turns, `--rounds` times each, and the quickest round stands for each.
+duplicates and near-duplicates, splits, and hashes what it wrote. Counted from after the imports, loading the tokenizer
+included; the programs take turns, `--rounds` times each, and the quickest round stands for each.
 
 Usage: python -m benchmarks.data_rate --trl VENV/bin/python --llamafactory VENV/bin/python [--rows 2000 200000]
 """

@@ -35,8 +35,9 @@ def ended() -> None:
 
 
 def elastane(rows: Path, model: Path, work: Path, processes: int, max_length: int) -> None:
+    import pandas  # noqa: F401
     from ruamel.yaml import YAML
-    from transformers import AutoTokenizer  # noqa: F401
+    from transformers import AutoTokenizer, LlamaConfig  # noqa: F401
 
     from tasks.data import crew
     from tasks.data.packing import best_fit
@@ -72,6 +73,7 @@ def trl(rows: Path, model: Path, work: Path, processes: int, max_length: int) ->
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
+    say("begin", version=importlib.metadata.version("trl"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = MARKED
     # The trainer wants a model; what it prepares depends on the tokenizer alone.
@@ -86,7 +88,6 @@ def trl(rows: Path, model: Path, work: Path, processes: int, max_length: int) ->
         use_cpu=not torch.cuda.is_available(),
         bf16=False,
     )
-    say("begin", version=importlib.metadata.version("trl"))
     found = load_dataset("json", data_files=str(rows), split="train", cache_dir=str(work / "cache"))
     trainer = SFTTrainer(tiny, options, train_dataset=found, processing_class=tokenizer)
     done: Any = trainer.train_dataset
@@ -141,10 +142,10 @@ def llamafactory(rows: Path, model: Path, work: Path, processes: int, max_length
         }
     )
     model_args, data_args, training_args = options[:3]
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    template = get_template_and_fix_tokenizer(tokenizer, data_args)
     note = "torchaudio, imported for sound alone, is an empty stand-in" if stand_in else ""
     say("begin", version=importlib.metadata.version("llamafactory"), note=note)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    template = get_template_and_fix_tokenizer(tokenizer, data_args)
     stdout, sys.stdout = sys.stdout, sys.stderr  # it prints an example
     done = get_dataset(template, model_args, data_args, training_args, stage="sft", tokenizer=tokenizer)
     sys.stdout = stdout

@@ -178,18 +178,16 @@ def four_bit(shape: str) -> list[Variant]:
 
 
 def zero(shape: str) -> list[Variant]:
-    """DeepSpeed on one GPU, whose host has to hold what is offloaded, beside the native engine."""
+    """DeepSpeed over two GPUs beside FSDP2, on the same rows; then what the host holds."""
     return [
-        Variant(shape, "full", "single", 2, 4, "selective"),
-        Variant(shape, "full", "zero2dp1", 2, 4, "selective"),
-        Variant(shape, "full", "zero3dp1", 2, 4, "selective"),
-        Variant(shape, "full", "zero2dp1+cpu", 2, 4, "selective"),
-        Variant(shape, "full", "zero3dp1+cpu", 2, 4, "selective"),
-        Variant(shape, "full", "zero3dp1+cpu+params", 2, 4, "selective"),
-        Variant(shape, "full", "zero3dp1+cpu+params", 2, 4, "full"),
-        Variant(shape, "lora", "single", 4, 2, "selective"),
-        Variant(shape, "lora", "zero2dp1", 4, 2, "selective"),
-        Variant(shape, "lora", "zero3dp1+cpu+params", 4, 2, "selective"),
+        Variant(shape, "full", "fsdp2", 1, 4, "selective"),
+        Variant(shape, "full", "zero3dp2", 1, 4, "selective"),
+        Variant(shape, "full", "zero2dp2", 1, 4, "selective"),
+        Variant(shape, "full", "zero3dp2+cpu", 1, 4, "selective"),
+        Variant(shape, "full", "zero3dp2+cpu+params", 1, 4, "selective"),
+        Variant(shape, "lora", "ddp2", 1, 4, "selective"),
+        Variant(shape, "lora", "zero2dp2", 1, 4, "selective"),
+        Variant(shape, "lora", "zero3dp2", 1, 4, "selective"),
     ]
 
 

@@ -55,8 +55,8 @@ def probe_hardware(root: Path) -> bool:
 
 
 @task(name="select_strategy")
-def select_strategy(root: Path) -> bool:
-    ran = run_stage(root, "select_strategy")
+def select_strategy(root: Path, force: bool) -> bool:
+    ran = run_stage(root, "select_strategy", force=force)
     publish_plan(Paths(root))
     return ran
 
@@ -113,6 +113,7 @@ def finetune(workspace: str | None = None, retrain: bool = False) -> Outcome:
         UserError: params.yaml is wrong, or another run holds the workspace.
         StageFailed: a stage failed, with its exit code.
     """
+    from tasks.deepspeed_file import file_changed
     from tasks.prepare_data import inputs_changed
 
     root = Path(workspace or os.getcwd()).resolve()
@@ -124,7 +125,7 @@ def finetune(workspace: str | None = None, retrain: bool = False) -> Outcome:
         ran = [
             ("prepare_data", prepare_data(root, inputs_changed(params, paths))),
             ("probe_hardware", probe_hardware(root)),
-            ("select_strategy", select_strategy(root)),
+            ("select_strategy", select_strategy(root, file_changed(params, paths))),
         ]
         if retrain:
             # Here and not in the task: a retry goes on with what the first try has trained.

@@ -130,6 +130,7 @@ class SelectStrategyParams(Section):
     offload: Literal["auto", "none", "cpu", "nvme"]
     offload_parameters: Literal["auto", "none", "cpu", "nvme"]
     nvme_path: Annotated[str, Field(min_length=1)] | None
+    deepspeed_config: Annotated[str, Field(min_length=1)] | None
     activation_checkpointing: Literal["auto", "none", "selective", "full"]
     compile: Switch
     ddp_backend: Literal["auto", "nccl", "gloo"]

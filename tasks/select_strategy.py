@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tasks.contracts import DataManifest, HardwareProfile, ModelSpec, PlanReport, Precision, Resolved
+from tasks.deepspeed_file import file_hash, read_wishes, with_passed_on, with_wishes
 from tasks.errors import UserError
 from tasks.params import Params, TrainParams
 from tasks.paths import Paths
@@ -47,10 +48,15 @@ def select_strategy(params: Params, paths: Paths) -> PlanReport:
     check_deepspeed(params)
     trained = trainable(params, config)
     problem = as_problem(params, manifest, hardware, spec, resolved.precision, trained)
+    wishes = read_wishes(params, paths, resolved.precision)
+    if wishes is not None:
+        problem = problem.changed(pins=with_wishes(problem.pins, wishes))
     found = search(problem)
     if params.select_strategy.trials:
         problem, found = with_trials(params, paths.base / "config.json", problem, found)
     report = plan_report(problem, found, resolved)
+    chosen = report.chosen.model_copy(update={"plan": with_passed_on(report.chosen.plan, wishes)})
+    report = report.model_copy(update={"chosen": chosen, "deepspeed_config": file_hash(params, paths)})
     report.write(paths.plan)
     say(table(report))
     return report

@@ -88,6 +88,7 @@ class Plan(Contract):
     `virtual_stages` is the number of model chunks a pipeline rank holds (interleaved and zero-bubble schedules).
     `compiled`: decoder layers and loss run as kernels fused by torch.compile. `replication` data_parallel is torch's
     DataParallel: one process, whose micro-batches have `micro_batch` rows for each of dp_replicate GPUs.
+    `deepspeed_config` is a JSON object of keys that a user's own file hands to DeepSpeed as they are, or "".
     """
 
     engine: Literal["torch", "deepspeed"]
@@ -108,6 +109,7 @@ class Plan(Contract):
     virtual_stages: Degree = 1
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
     compiled: bool = False
+    deepspeed_config: str = ""
 
     @property
     def data_parallel(self) -> int:
@@ -214,7 +216,8 @@ class PlanReport(Contract):
 
     `rejected` has one plan a layout and level that does not fit, its smallest such micro-batch, and one a broken rule
     (without an estimate). `fit` and `unfit` count all; of many that fit only the best are told. `hopeless` layouts were
-    not costed, since they are far slower than the choice even at the data sheet's peak.
+    not costed, since they are far slower than the choice even at the data sheet's peak. `deepspeed_config` is the hash
+    of the user's own file, if the plan was made with one.
     """
 
     chosen: Candidate
@@ -224,6 +227,7 @@ class PlanReport(Contract):
     resolved: Resolved
     model: ModelSpec
     advice: tuple[str, ...] = ()
+    deepspeed_config: str | None = None
     fit: int = 0
     unfit: int = 0
     hopeless: int = 0

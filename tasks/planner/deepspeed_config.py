@@ -59,7 +59,6 @@ class DeepSpeedWishes:
     pins: dict[str, Any]
     conflicts: tuple[str, ...]
     passed: dict[str, Any]
-    nvme_path: str | None
 
 
 def deepspeed_wishes(config: Mapping[str, Any], recipe: RecipeFacts) -> DeepSpeedWishes:
@@ -75,7 +74,6 @@ def deepspeed_wishes(config: Mapping[str, Any], recipe: RecipeFacts) -> DeepSpee
             f"zero_optimization.stage={stage!r} of the ds_config is no stage of ZeRO; use 0, 1, 2 or 3"
         )
     pins: dict[str, Any] = {"engine": "deepspeed", "sharding": f"zero{stage}"}
-    paths = []
     for field, key in (("offload", "offload_optimizer"), ("offload_parameters", "offload_param")):
         where = _said(_section(zero, key).get("device"), "none")
         if where not in OFFLOADS:
@@ -83,7 +81,6 @@ def deepspeed_wishes(config: Mapping[str, Any], recipe: RecipeFacts) -> DeepSpee
                 f"zero_optimization.{key}.device={where!r} of the ds_config is no place; use cpu, nvme or none"
             )
         pins[field] = where
-        paths.append(_section(zero, key).get("nvme_path"))
     micro = _whole(config, "train_micro_batch_size_per_gpu")
     accumulation = _whole(config, "gradient_accumulation_steps")
     pins |= {"micro_batch": micro} if micro else {}
@@ -93,13 +90,11 @@ def deepspeed_wishes(config: Mapping[str, Any], recipe: RecipeFacts) -> DeepSpee
     tuning = {key: value for key, value in zero.items() if key not in OWN_ZERO_KEYS and value != AUTO}
     for key in ("offload_optimizer", "offload_param"):
         more = {
-            name: value
-            for name, value in _section(zero, key).items()
-            if name not in ("device", "nvme_path") and value != AUTO
+            name: value for name, value in _section(zero, key).items() if name != "device" and value != AUTO
         }
         tuning |= {key: more} if more else {}
     passed |= {"zero_optimization": tuning} if tuning else {}
-    return DeepSpeedWishes(pins, tuple(conflicts), passed, next((path for path in paths if path), None))
+    return DeepSpeedWishes(pins, tuple(conflicts), passed)
 
 
 def names_of(passed: Mapping[str, Any], before: str = "") -> Iterator[str]:

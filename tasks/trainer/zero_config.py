@@ -6,11 +6,13 @@ recipe the config holds the clipping alone, which DeepSpeed does while it has th
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from tasks.contracts import Plan
 from tasks.params import TrainParams
+from tasks.planner.deepspeed_config import with_passed
 
 NEVER = 2**31 - 1
 # Elements. DeepSpeed's own (500 million a bucket, a billion gathered) take 4 to 8 GB in float32; these fill a link too.
@@ -20,9 +22,7 @@ LIVE = 200_000_000
 # What ZeRO-3's optimizer is given at once. On a GPU it has a second flat gradient, on disk it passes through buffers of
 # this size; in host memory each has a pinned one, and these are rounded up to a power of two: here 2**30 elements.
 SUB_GROUP = {"none": 100_000_000, "cpu": 900_000_000, "nvme": 100_000_000}
-PARAMETER_BUFFER = (
-    600_000_000  # of the whole ranks together: the largest matrix of a model passes through one from disk
-)
+PARAMETER_BUFFER = 600_000_000  # of all ranks together: a model's largest matrix passes through one from disk
 STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
@@ -60,7 +60,7 @@ def zero_config(plan: Plan, train: TrainParams, swap: Path | None = None) -> dic
         if where == "nvme":
             assert swap is not None, "a plan that keeps states on NVMe needs a folder there"
             zero[key]["nvme_path"] = str(swap)
-    return {
+    config = {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         # Without ZeRO the engine clips by itself, with the norm that it reports.
@@ -71,3 +71,4 @@ def zero_config(plan: Plan, train: TrainParams, swap: Path | None = None) -> dic
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
     }
+    return with_passed(config, json.loads(plan.deepspeed_config)) if plan.deepspeed_config else config

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tasks.deepspeed_file import read_wishes, with_passed_on, with_wishes
 from tasks.errors import UserError
+from tasks.params import Params
+from tasks.paths import Paths
 from tasks.planner.deepspeed_config import RecipeFacts, deepspeed_wishes, names_of, with_passed
+from tasks.planner.problem import Pins
+from tasks.trainer.zero_config import zero_config
+from tests import tiny
 
 RECIPE = RecipeFacts(32, "adamw_torch", 5e-5, (0.9, 0.999), 1e-8, 0.0, 1.0, "linear", "float16")
 # The first seed's.
@@ -130,4 +138,66 @@ def test_auto_says_nothing_and_unknown_keys_pass_through() -> None:
 def test_the_folder_on_nvme_is_read() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/fast/disk"}}
     found = deepspeed_wishes({"zero_optimization": zero}, RECIPE)
-    assert found.nvme_path == "/fast/disk" and found.pins["offload"] == "nvme"
+    assert found.passed == {"zero_optimization": {"offload_optimizer": {"nvme_path": "/fast/disk"}}}
+    assert found.pins["offload"] == "nvme"
+
+
+# --- in a workspace -------------------------------------------------------------------------------
+
+
+def in_a_workspace(root: Path, config: dict[str, Any], **changes: object) -> tuple[Params, Paths]:
+    (root / "ds_config.json").write_text(json.dumps(config), encoding="utf-8")
+    params = tiny.params(
+        **{
+            "select_strategy.deepspeed_config": "ds_config.json",
+            "train.global_batch": 32,
+            "train.learning_rate": 5e-5,
+            **changes,
+        }
+    )
+    return params, Paths(root)
+
+
+def test_the_file_is_said_and_becomes_pins_and_passed_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = SEED | {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "flops_profiler": {"enabled": True},
+    }
+    params, paths = in_a_workspace(tmp_path, config)
+    wishes = read_wishes(params, paths, "float16")
+    assert wishes is not None
+    said = capsys.readouterr().err
+    assert "optimizer.params.lr=0.0001 of the ds_config is not train.learning_rate=5e-05" in said
+    assert "flops_profiler.enabled, zero_optimization.offload_optimizer.pin_memory" in said
+    pins = with_wishes(Pins(), wishes)
+    assert (pins.sharding, pins.offload, pins.accumulation) == ("zero3", "cpu", 2)
+    plan = tiny.cpu_plan().model_copy(
+        update={"engine": "deepspeed", "sharding": "zero3", "offload": "cpu", "dp_replicate": 1}
+    )
+    config = zero_config(with_passed_on(plan, wishes), params.train)
+    assert config["flops_profiler"] == {"enabled": True}
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert config["zero_optimization"]["stage"] == 3
+
+
+def test_two_pins_that_differ_are_refused(tmp_path: Path) -> None:
+    params, paths = in_a_workspace(tmp_path, SEED)
+    wishes = read_wishes(params, paths, "float16")
+    assert wishes is not None
+    with pytest.raises(
+        UserError, match=r"pins sharding=zero2, and select_strategy\\.deepspeed_config says zero3"
+    ):
+        with_wishes(Pins(sharding="zero2"), wishes)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"), [(None, "cannot be read"), ("{", "is not JSON"), ("[1]", "holds list")]
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str | None, sentence: str) -> None:
+    params, paths = in_a_workspace(tmp_path, SEED)
+    path = tmp_path / "ds_config.json"
+    path.unlink() if text is None else path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=sentence):
+        read_wishes(params, paths, "float32")
