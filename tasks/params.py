@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from tasks.errors import UserError
+from tasks.optimizers import Optim, refuse_unused
 
 Auto = Literal["auto"]
 Switch = Literal["auto", True, False]
@@ -156,7 +157,7 @@ class TrainParams(Section):
     learning_rate: Positive
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
     warmup_ratio: Share
-    optim: Literal["adamw_torch"]
+    optim: Optim
     weight_decay: Annotated[float, Field(ge=0)]
     adam_beta1: Share
     adam_beta2: Share
@@ -200,8 +201,9 @@ class Params(Section):
         return global_batch(self.train, self.select_strategy)
 
     @model_validator(mode="after")
-    def _batch_is_said_once(self) -> Params:
-        _ = self.global_batch
+    def _no_key_is_idle(self) -> Params:
+        _ = self.global_batch  # said once
+        refuse_unused(self.train.optim, vars(self.train))
         return self
 
 
@@ -228,9 +230,7 @@ def global_batch(train: TrainParams, strategy: SelectStrategyParams) -> int:
         return product
     wrong = next((name for name, value in explicit.items() if train.global_batch % value), None)
     if wrong is not None:
-        legal = [
-            str(number) for number in range(1, train.global_batch + 1) if train.global_batch % number == 0
-        ]
+        legal = [str(n) for n in range(1, train.global_batch + 1) if train.global_batch % n == 0]
         raise UserError(
             f"select_strategy.{wrong}={explicit[wrong]} does not divide train.global_batch={train.global_batch}; "
             f"use {', '.join(legal)}, or change train.global_batch"

@@ -148,6 +148,8 @@ def _usual(hardware: HardwareProfile) -> list[Wanted]:
 
 
 def _case(subject: Subject, hardware: HardwareProfile, request: Request) -> Case:
+    if request.precision == "float64" and subject.params.train.optim == "adamw_8bit":
+        raise UserError("train.optim=adamw_8bit computes in float32, and --precision is float64; use float32")
     planned: Precision = "float32" if request.precision == "float64" else request.precision
     spec = model_spec(read_config(subject.paths.base / "config.json"))
     manifest = DataManifest.read(subject.paths.manifest)

@@ -100,7 +100,12 @@ def _checkpoints(problem: Problem, plan: Plan) -> Iterator[str]:
 
 
 def _learning_rate(problem: Problem, plan: Plan) -> Iterator[str]:
-    """AdamW's second moment forgets in some 1/(1 - beta2) steps; twice as many need no tuning (arXiv:1910.04209)."""
+    """AdamW's second moment forgets in some 1/(1 - beta2) steps; twice as many need no tuning (arXiv:1910.04209).
+
+    Of other optimizers there is nothing to say.
+    """
+    if not problem.work.optim.startswith("adamw"):
+        return
     if plan.device == "cuda":
         yield (
             "warm-up: 2 / (1 - train.adam_beta2) steps are enough for AdamW (2,000 at 0.999); a run shorter than some "

@@ -12,6 +12,7 @@ from math import isclose
 from typing import Any
 
 from tasks.errors import UserError
+from tasks.optimizers import OPTIMIZERS, Optim
 
 AUTO = "auto"
 # Of zero_optimization: pinned, or written by the engine itself.
@@ -42,7 +43,7 @@ class RecipeFacts:
     """What of the recipe a ds_config.json may contradict, by params.yaml's names."""
 
     global_batch: int
-    optim: str
+    optim: Optim
     learning_rate: float
     betas: tuple[float, float]
     epsilon: float
@@ -177,11 +178,9 @@ def _batch(
 def _learned(config: Mapping[str, Any], recipe: RecipeFacts) -> Iterator[str]:
     """Optimizer, schedule, precision and clipping, each where the file says something else."""
     optimizer = _section(config, "optimizer")
-    kind = str(_said(optimizer.get("type"), "AdamW"))
+    kind = _said(optimizer.get("type"), None)
     params = _section(optimizer, "params")
-    adamw = kind.lower() == "adamw" or (kind.lower() == "adam" and params.get("adam_w_mode", True) is True)
-    same = adamw if recipe.optim.startswith("adamw") else kind.lower() == recipe.optim
-    if not same:
+    if kind is not None and _optimizer_name(str(kind), params) not in OPTIMIZERS[recipe.optim].deepspeed:
         yield _wins("optimizer.type", kind, "train.optim", recipe.optim)
     for key, name, ours in (
         ("lr", "train.learning_rate", recipe.learning_rate),
@@ -201,6 +200,12 @@ def _learned(config: Mapping[str, Any], recipe: RecipeFacts) -> Iterator[str]:
     if clipping is not None and not isclose(clipping, recipe.max_grad_norm):
         yield _wins("gradient_clipping", clipping, "train.max_grad_norm", recipe.max_grad_norm)
     yield from _precision(config, recipe)
+
+
+def _optimizer_name(kind: str, params: Mapping[str, Any]) -> str:
+    """In lower case; DeepSpeed's Adam is AdamW unless it is told otherwise."""
+    name = kind.lower()
+    return "adamw" if name == "adam" and params.get("adam_w_mode", True) is True else name
 
 
 def _precision(config: Mapping[str, Any], recipe: RecipeFacts) -> Iterator[str]:

@@ -6,6 +6,7 @@ from tasks.contracts import ModelSpec, Plan
 from tasks.planner.activations import COMPUTE_BYTES
 from tasks.planner.machine import Machine
 from tasks.planner.memory import GIB, trainable_parameters
+from tasks.planner.moments import state_bytes
 from tasks.planner.workload import Workload
 from tasks.planner.zero import zero_host
 
@@ -25,5 +26,5 @@ def host_memory(spec: ModelSpec, plan: Plan, work: Workload, machine: Machine) -
     if plan.offload != "none":
         trained = trainable_parameters(spec, work)
         frozen = 0.0 if work.method == "full" else float(spec.parameters * compute)
-        terms |= zero_host(spec, plan, trained, frozen, ranks)
+        terms |= zero_host(spec, plan, state_bytes(spec, work), trained, frozen, ranks)
     return {name: int(size) for name, size in terms.items()}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from tasks.contracts import Plan
 from tasks.planner.four_bit import qlora_is_cut_between_blocks
 from tasks.planner.ground import Ground, Rule, divisors, either, tensor_degrees, tensor_widths
+from tasks.planner.moments import optimizer_sees_whole_parameters
 from tasks.planner.stages import rounds
 
 LEAST_CAPABILITY = (7, 0)  # of GPUs that Triton makes kernels for, which torch.compile uses
@@ -267,6 +268,7 @@ LAYOUT: tuple[Rule, ...] = (
     one_process_replicates,
     device_fits,
     hook_is_of_ddp,
+    optimizer_sees_whole_parameters,
     compiling_fits,
 )
 STEP: tuple[Rule, ...] = (stages_stay_busy,)

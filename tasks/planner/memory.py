@@ -1,6 +1,6 @@
 """Bytes of one GPU by term, in closed form.
 
-Elastane's trainer keeps weights to be trained in float32 with float32 gradients and float32 AdamW moments
+Elastane's trainer keeps weights to be trained in float32 with float32 gradients and, of AdamW, float32 moments
 (4 + 4 + 4 + 4 = 16 bytes a parameter; ZeRO, arXiv:1910.02054, section 3.1, counts the same states) and
 computes under autocast. Frozen weights are kept in the compute precision and have neither gradient nor
 optimizer state. Other trainers' habits are a `Software`.
@@ -21,6 +21,7 @@ from tasks.planner.activations import (
 )
 from tasks.planner.frozen import frozen_bytes, gathered_bytes
 from tasks.planner.model_spec import lora_parameters
+from tasks.planner.moments import with_moments
 from tasks.planner.stages import in_flight, last_rank, rank_layers, stays_gathered
 from tasks.planner.workload import ELASTANE, Software, Workload, software_of
 from tasks.planner.zero import zero_states
@@ -55,7 +56,7 @@ def memory(spec: ModelSpec, plan: Plan, work: Workload, software: Software = ELA
     Every row of the micro-batch is taken to be as long as the longest. With pipeline stages it is the maximum over
     them that is told.
     """
-    software = software_of(plan, software)
+    software = with_moments(software_of(plan, software), spec, work)
     stages = rank_layers(spec, plan, software.stage_split)
     terms: dict[str, float] = {}
     for stage in range(plan.pp) if plan.pp <= 4 else _suspects(stages):

@@ -9,6 +9,7 @@ from math import ceil
 
 from tasks.contracts import Candidate, CostEstimate, Plan
 from tasks.errors import UserError
+from tasks.optimizers import OPTIMIZERS
 from tasks.planner.legal import RULES, broken
 from tasks.planner.memory import GIB
 from tasks.planner.problem import Pins, Problem
@@ -144,9 +145,7 @@ def _ways_out(problem: Problem, unfit: Sequence[tuple[Plan, CostEstimate]]) -> l
     fewer = fewer or _first(_fewer_pins(problem), lambda pair: told(*pair))
     if fewer:
         return [fewer]
-    if problem.work.communication_hook != "none":
-        changed = free.changed(work=replace(problem.work, communication_hook="none"))
-        ways.append(told(_use(problem, "communication_hook", "none"), changed))
+    ways += [told(*change) for change in _freer_recipes(free)]
     for method in _methods(problem):
         changed = free.changed(work=replace(problem.work, method=method, lora_targets="all-linear"))
         ways.append(told(_use(problem, "method", method), changed))
@@ -157,6 +156,17 @@ def _ways_out(problem: Problem, unfit: Sequence[tuple[Plan, CostEstimate]]) -> l
     lengths = ((_use(problem, "sequence", n), _shorter(free, n)) for n in _lengths(problem))
     ways.append(_first(lengths, lambda pair: told(*pair)))
     return [way for way in ways if way]
+
+
+def _freer_recipes(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """The same recipe without what keeps plans out that share parameters."""
+    work = problem.work
+    if work.communication_hook != "none":
+        whole = problem.changed(work=replace(work, communication_hook="none"))
+        yield _use(problem, "communication_hook", "none"), whole
+    if not OPTIMIZERS[work.optim].any_cut:
+        shared = problem.changed(work=replace(work, optim="adamw_torch"))
+        yield _use(problem, "optim", "adamw_torch"), shared
 
 
 def _use(problem: Problem, name: str, value: object) -> str:

@@ -32,6 +32,7 @@ OTHER_KEYS = {
     "schedule": "select_strategy.pipeline_schedule",
     "compiled": "select_strategy.compile",
     "communication_hook": "train.communication_hook",
+    "optim": "train.optim",
     "evaluation_rows": "evaluate.batch_size",
     "method": "train.finetuning_type",
     "sequence": "prepare_data.max_length",

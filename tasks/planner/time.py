@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tasks.contracts import ModelSpec, Plan
+from tasks.optimizers import OPTIMIZERS
 from tasks.planner.activations import COMPUTE_BYTES, FLOAT32, hidden_state_bytes
 from tasks.planner.compute import head_pass, layer_pass, vision_pass
 from tasks.planner.frozen import sent_bytes
@@ -15,8 +16,7 @@ from tasks.planner.stages import idle, last_rank, rank_layers, stays_gathered
 from tasks.planner.workload import ELASTANE, Software, Workload, row_width, software_of
 from tasks.planner.zero import gradient_bus, gradient_copies, host_step
 
-# AdamW reads weight, gradient and two moments and writes three; norm and clipping touch the gradient thrice.
-OPTIMIZER_BYTES = (4 + 3 + 3) * FLOAT32
+CLIP_BYTES = 3 * FLOAT32  # norm and clipping touch the gradient thrice
 # What DDP's hooks make of a float32 gradient before it is sent. PowerSGD sends whole gradients in its first steps and
 # thin factors later: the careful case is taken.
 HOOK_BYTES = {"fp16": 2.0, "bf16": 2.0}
@@ -176,12 +176,13 @@ def _fullest_end(spec: ModelSpec, plan: Plan, work: Workload, stages: tuple[int,
 def _optimizer(
     spec: ModelSpec, plan: Plan, work: Workload, machine: Machine, software: Software, stages: tuple[int, ...]
 ) -> float:
-    """AdamW on the GPU is bound by its memory; offloaded, see `host_step`."""
+    """On the GPU it is bound by its memory; offloaded, see `host_step`."""
+    needs = OPTIMIZERS[work.optim]
     _, trained = stage_parameters(spec, plan, work, 0, stages[0])
     copied = gradient_copies(plan, software, trained)
     if plan.sharding not in ("none", "zero0"):
         trained /= plan.dp_shard
     if plan.offload == "none":
         share = machine.constants.bandwidth if machine.device == "cuda" else 1.0
-        return (trained * OPTIMIZER_BYTES + copied) / (machine.bandwidth * share)
-    return host_step(plan, machine, trained)
+        return (trained * (needs.moved + CLIP_BYTES) + copied) / (machine.bandwidth * share)
+    return host_step(plan, machine, needs, trained)

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from tasks.contracts import DataManifest, Plan, Precision
+from tasks.optimizers import Optim
 from tasks.params import CommunicationHook, TrainParams
 
 Method = Literal["full", "lora", "qlora"]
@@ -45,6 +46,7 @@ class Workload:
     train_tower: bool = False
     train_embeddings: bool = False
     communication_hook: CommunicationHook = "none"
+    optim: Optim = "adamw_torch"
 
 
 def uses_block_mask(work: Workload, device: str) -> bool:
@@ -267,4 +269,5 @@ def workload(train: TrainParams, manifest: DataManifest, precision: Precision) -
         lora_targets=train.lora.targets if isinstance(train.lora.targets, str) else tuple(train.lora.targets),
         train_embeddings=train.lora.train_embeddings,
         communication_hook=train.communication_hook,
+        optim=train.optim,
     )

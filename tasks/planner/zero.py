@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import ceil, log2
 
 from tasks.contracts import ModelSpec, Plan
+from tasks.optimizers import Needs
 from tasks.planner.activations import COMPUTE_BYTES, FLOAT32
 from tasks.planner.frozen import frozen_bytes
 from tasks.planner.machine import Machine
@@ -26,11 +27,11 @@ SWAP_BUFFERS = 5  # of a sub-group each: Adam's four states and one more
 PARAMETER_BUFFERS = 5 * 600_000_000 * FLOAT32  # bytes a node through which parameters come from disk
 IN_HOST = 1_000_000_000 * FLOAT32  # bytes a rank of the parameters kept on disk that stay in host memory
 FLAT_ALL_REDUCE = 500_000_000  # elements that ZeRO-0 joins to one all-reduce
-# Fused AdamW on the host reads weight, gradient and two moments and writes three; before it gradients are looked
-# through for infinities and NaN (twice, with a byte an element) and clipped, after it weights are copied to be sent.
-HOST_STEP_BYTES = 7 * FLOAT32 + 2 * (FLOAT32 + 2) + 2 * FLOAT32 + 2 * FLOAT32
-# On disk are weights, moments and gradients: the first three are read and written, gradients written and read.
-DISK_STEP_BYTES = 8 * FLOAT32
+# Beside the optimizer on the host: before it gradients are looked through for infinities and NaN (twice, with a byte an
+# element) and clipped, after it weights are copied to be sent.
+HOST_COPY_BYTES = 2 * (FLOAT32 + 2) + 2 * FLOAT32 + 2 * FLOAT32
+# On disk are weights, moments and gradients, and each is read and written once a step.
+DISK_STEP_BYTES = 2 * (FLOAT32 + FLOAT32)
 
 
 def zero_states(
@@ -107,10 +108,13 @@ def _buckets(spec: ModelSpec, plan: Plan, trained: float) -> float:
 # --- host memory --------------------------------------------------------------------------------
 
 
-def zero_host(spec: ModelSpec, plan: Plan, trained: float, frozen: float, here: int) -> dict[str, float]:
+def zero_host(
+    spec: ModelSpec, plan: Plan, moments: float, trained: float, frozen: float, here: int
+) -> dict[str, float]:
     """Bytes of host memory of one node that offload takes, by term; `here` ranks are on it.
 
     Args:
+        moments: bytes of optimizer state a trained parameter.
         trained: parameters that are trained, of the whole model.
         frozen: bytes of those that are not.
     """
@@ -121,7 +125,7 @@ def zero_host(spec: ModelSpec, plan: Plan, trained: float, frozen: float, here: 
     if plan.offload == "cpu":
         # Moments are plain memory. ZeRO-3 sums gradients in one buffer and copies them into those of the sub-groups;
         # ZeRO-2 sums them parameter by parameter, and sends weights back from a buffer of their own.
-        terms["optimizer"] = here * (2 * FLOAT32 * own + (FLOAT32 * own if third else buffers))
+        terms["optimizer"] = here * (moments * own + (FLOAT32 * own if third else buffers))
         sums = buffers + group if third else 2 * buffers + (buffers if plan.accumulation > 1 else 0)
         terms["gradients"] = here * sums
     elif plan.offload == "nvme":
@@ -166,14 +170,14 @@ def gradient_bus(plan: Plan, machine: Machine, software: Software, trained: floa
     return trained / plan.dp_shard * FLOAT32 * 2 * plan.accumulation / machine.host_link
 
 
-def host_step(plan: Plan, machine: Machine, own: float) -> float:
-    """Seconds of AdamW in host memory on `own` parameters a rank, with disk before and after, and of sending weights
-    back unless they live there.
+def host_step(plan: Plan, machine: Machine, needs: Needs, own: float) -> float:
+    """Seconds of an optimizer in host memory on `own` parameters a rank, with disk before and after, and of sending
+    weights back unless they live there.
     """
     here = min(plan.world_size, machine.gpus_per_node)
-    taken = here * own * HOST_STEP_BYTES / machine.host_bandwidth
+    taken = here * own * (needs.moved + HOST_COPY_BYTES) / machine.host_bandwidth
     if plan.offload_parameters == "none":
         taken += own * FLOAT32 / machine.host_link
     if plan.offload == "nvme":
-        taken += here * own * DISK_STEP_BYTES / machine.disk
+        taken += here * own * (2 * needs.state + DISK_STEP_BYTES) / machine.disk
     return taken

@@ -24,6 +24,7 @@ from tasks.trainer.filling import EmptyStage, fill
 from tasks.trainer.isolation import documents_of
 from tasks.trainer.loss import learnt_positions
 from tasks.trainer.loss_scale import LossScale
+from tasks.trainer.optimizers import make_optimizer
 from tasks.trainer.parallelize import count_parameters, local_device, prepared
 from tasks.trainer.step_parts import schedule_of, tell
 from tasks.trainer.weights import LoadedWeights, MetaModel, take_out
@@ -68,7 +69,9 @@ class DeepSpeedEngine:
         else:
             fill([EmptyStage(module, self.model, None)], base.weights, adapters, self.device)
         trainable = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
-        self.optimizer = self._optimizer(list(trainable.values()))
+        # Fused on a CPU, too: what is offloaded is stepped by all cores in one pass.
+        fused = plan.device == "cuda" or plan.offload != "none"
+        self.optimizer = make_optimizer(train, list(trainable.values()), fused)
         self.schedule = schedule_of(self.optimizer, train, total_steps)
         self.engine, wrapped, _, _ = deepspeed.initialize(
             model=module, optimizer=self.optimizer, config=self._config, dist_init_required=False
@@ -78,18 +81,6 @@ class DeepSpeedEngine:
         self._trainable = list(trainable.values())
         self.loss_scale = LossScale(enabled=precision == "float16")
         self.step_clock = StepClock(module, plan.device == "cuda")
-
-    def _optimizer(self, trainable: list[torch.nn.Parameter]) -> torch.optim.AdamW:
-        train = self.train
-        return torch.optim.AdamW(
-            trainable,
-            lr=train.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_epsilon,
-            weight_decay=train.weight_decay,
-            # On a CPU, too: what is offloaded is stepped by all cores in one pass.
-            fused=self.plan.device == "cuda" or self.plan.offload != "none",
-        )
 
     # --- a step ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The native engine: torch modules and AdamW over one device mesh of copies, shards, slices and stages."""
+"""The native engine: torch modules over one device mesh of copies, shards, slices and stages."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tasks.trainer.data_parallel import DataParallel
 from tasks.trainer.engine import Batch, StepResult
 from tasks.trainer.loss_scale import LossScale
 from tasks.trainer.mesh import first_and_last_stage, group_over
+from tasks.trainer.optimizers import fill, make_optimizer
 from tasks.trainer.parallelize import local_device, parallelize
 from tasks.trainer.pieces import local, squared_norm, sum_gradients
 from tasks.trainer.step_parts import schedule_of, sent_to, tell
@@ -47,14 +48,7 @@ class TorchEngine:
         self.outline, self.pieces, self._parameters = parts.outline, parts.pieces, parts.parameters
         self.trainable = [piece.weight for piece in self.pieces]
         self._groups(parts.mesh)
-        self.optimizer = torch.optim.AdamW(
-            self.trainable,
-            lr=train.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_epsilon,
-            weight_decay=train.weight_decay,
-            fused=plan.device == "cuda",
-        )
+        self.optimizer = make_optimizer(train, self.trainable, fused=plan.device == "cuda")
         self.schedule = schedule_of(self.optimizer, train, total_steps)
         self.loss_scale = LossScale(enabled=precision == "float16")
         self._hook = self._hook_of_ddp()
@@ -185,7 +179,7 @@ class TorchEngine:
 
     def save(self, folder: Path) -> None:
         """Trainable weights and optimizer state by parameter name, through torch's distributed checkpoint."""
-        training_state.fill(self.optimizer)  # if every step so far overflowed, it has none
+        fill(self.optimizer)  # if every step so far overflowed, it has none
         dcp.save(
             training_state.boxes(self.pieces, self.optimizer) | self._small_state(), checkpoint_id=folder
         )
@@ -193,9 +187,10 @@ class TorchEngine:
             self._hook[0].save(folder, ((piece.name, piece.weight) for piece in self.pieces))
 
     def load(self, folder: Path) -> None:
-        training_state.fill(self.optimizer)
+        fill(self.optimizer)
         state = training_state.boxes(self.pieces, self.optimizer) | self._small_state()
         dcp.load(state, checkpoint_id=folder)
+        training_state.take_numbers(self.pieces, self.optimizer, state)
         training_state.copy_twins(self.pieces, self.optimizer)
         self.schedule.load_state_dict(state["schedule"])
         for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):

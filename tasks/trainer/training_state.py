@@ -19,28 +19,12 @@ from tasks.trainer.pieces import Piece, local
 READ_BYTES = 2 * 2**30  # read at once for an export
 
 
-def fill(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state that an optimizer only makes at its first step, by a step at rate zero, which moves nothing.
-
-    It is that of no step taken. Gradients are dropped.
-    """
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for weight in group["params"]:
-            weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
 def boxes(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """{"model": {name: box}, "optimizer": {"state": {name: {key: box or number}}}} of this rank's pieces."""
+    """{"model": {name: box}, "optimizer": {"state": {name: {key: box or tensor}}}} of this rank's pieces.
+
+    State that is not of the weight's shape (Adafactor's rows and columns, scales of 8-bit blocks) is written as it is:
+    its optimizer only runs where every rank has the whole parameter.
+    """
     weights: dict[str, Any] = {}
     states: dict[str, Any] = {}
     for piece in pieces:
@@ -48,7 +32,7 @@ def boxes(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str
             continue
         weights[piece.name] = piece.box(piece.weight)
         states[piece.name] = {
-            key: piece.box(value) if _is_like(value, piece.weight) else value
+            key: piece.box(value) if _is_like(value, piece.weight) else number(value)
             for key, value in optimizer.state[piece.weight].items()
         }
     return {"model": weights, "optimizer": {"state": states}}
@@ -56,6 +40,22 @@ def boxes(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str
 
 def _is_like(value: object, weight: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == weight.shape and value.dim() > 0
+
+
+def number(value: Any) -> torch.Tensor:
+    """A plain number (bitsandbytes counts its steps in one) as a checkpoint holds it; a tensor is its own."""
+    return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+
+
+def take_numbers(
+    pieces: Sequence[Piece], optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]
+) -> None:
+    """After a load into `boxes`: tensors are read in place, plain numbers go back to the optimizer."""
+    for piece in pieces:
+        own = optimizer.state[piece.weight]
+        for key, value in own.items():
+            if not isinstance(value, torch.Tensor):
+                own[key] = type(value)(loaded["optimizer"]["state"][piece.name][key])
 
 
 def twins(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Piece]]:
@@ -71,10 +71,12 @@ def copy_twins(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> Non
     """After a load: the second end of a tied table is as the first."""
     for first, second in twins(pieces):
         local(second.weight.detach()).copy_(local(first.weight.detach()))
+        own = optimizer.state[second.weight]
         for key, value in optimizer.state[first.weight].items():
-            mine = optimizer.state[second.weight][key]
             if isinstance(value, torch.Tensor):
-                local(mine).copy_(local(value))
+                local(own[key]).copy_(local(value))
+            else:
+                own[key] = value
 
 
 def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

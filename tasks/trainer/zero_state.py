@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from tasks.trainer.fragments import Fragment
+from tasks.trainer.optimizers import fill, fresh_state
+from tasks.trainer.training_state import number
 
 
 class ZeroState:
@@ -70,13 +72,13 @@ class ZeroState:
         with self._here(group):
             state = {"": self.flat(group), **self.plain.state[self._moved(group)]}
             held = {
-                key: value.detach().view(-1) if _is_like(value) else _number(value)
+                key: value.detach().view(-1) if _is_like(value, state[""]) else number(value)
                 for key, value in state.items()
             }
             return {key: value.clone() for key, value in held.items()} if self._on_disk(group) else held
 
     def boxes(self) -> dict[str, Any]:
-        """{"model": {name: box}, "optimizer": {"state": {name: {key: box or number}}}}, as every plan writes them.
+        """{"model": {name: box}, "optimizer": {"state": {name: {key: box or tensor}}}}, as every plan writes them.
 
         What is on NVMe is copied to host memory for it.
         """
@@ -85,24 +87,23 @@ class ZeroState:
         states: dict[str, Any] = {}
         for piece in self.fragments:
             held = dict(self._lent[piece.group])
-            weights[piece.name] = piece.box(held.pop(""))
+            flat = held.pop("")
+            weights[piece.name] = piece.box(flat)
             states[piece.name] = {
-                key: piece.box(value) if _is_like(value) else value for key, value in held.items()
+                key: piece.box(value) if _is_like(value, flat) else value for key, value in held.items()
             }
         return {"model": weights, "optimizer": {"state": states}}
 
     def fill(self) -> None:
         """Makes the state that the plain optimizer only makes at its first step; it is that of no step taken."""
+        if self.stage == 0:
+            fill(self.plain)
+            return
         for group in self.groups:
             with self._here(group, changing=True):
-                weight = self._moved(group)
+                weight = self.flat(group)
                 if not self.plain.state.get(weight):
-                    like = weight.detach()
-                    self.plain.state[weight] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=like.device),
-                        "exp_avg": torch.zeros_like(like),
-                        "exp_avg_sq": torch.zeros_like(like),
-                    }
+                    self.plain.state[weight] = fresh_state(self.plain, weight)
 
     def take(self) -> None:
         """After a load into `boxes`: numbers go back to the optimizer, and the model is given its weights."""
@@ -111,8 +112,9 @@ class ZeroState:
         for group in self.groups:
             with self._here(group, changing=True):
                 own = self.plain.state[self._moved(group)]
-                for key, value in self._lent[group].items():
-                    if key and not _is_like(value):
+                lent = self._lent[group]
+                for key, value in lent.items():
+                    if key and not _is_like(value, lent[""]):
                         own[key] = type(own[key])(value) if isinstance(own[key], int) else value
                     elif self._on_disk(group):
                         (own[key] if key else self.flat(group)).data.copy_(value)
@@ -132,12 +134,8 @@ def _stage(optimizer: Any) -> int:
     return 1 if hasattr(optimizer, "single_partition_of_fp32_groups") else 0
 
 
-def _is_like(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _number(value: Any) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+def _is_like(value: object, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel()
 
 
 def _whole(optimizer: Any, trainable: Mapping[str, torch.nn.Parameter]) -> Iterator[Fragment]:

@@ -210,7 +210,7 @@ def hand_tokens_over() -> None:
 
 def need_the_optimizer(root: str, plan: Plan, folder: str) -> None:
     """A run goes on from a checkpoint as if never stopped; without the optimizer's state it would not."""
-    from tasks.trainer import training_state
+    from tasks.trainer import optimizers
 
     _join(plan)
     engine = _engine(root, plan, "float32")
@@ -224,7 +224,7 @@ def need_the_optimizer(root: str, plan: Plan, folder: str) -> None:
     forgetful = _engine(root, plan, "float32")
     forgetful.load(Path(folder))
     forgetful.optimizer.state.clear()
-    training_state.fill(forgetful.optimizer)
+    optimizers.fill(forgetful.optimizer)
     got = [forgetful.train_step(*_share(step, plan), ()).loss for step in range(3, 6)]
     assert got[0] == expected[0] and abs(got[2] - expected[2]) > 1e-4 * expected[2]
 

@@ -11,6 +11,7 @@ import pytest
 
 from tasks.deepspeed_file import read_wishes, with_passed_on, with_wishes
 from tasks.errors import UserError
+from tasks.optimizers import Optim
 from tasks.params import Params
 from tasks.paths import Paths
 from tasks.planner.deepspeed_config import RecipeFacts, deepspeed_wishes, names_of, with_passed
@@ -100,6 +101,27 @@ def test_what_contradicts_itself_is_refused(changes: dict[str, Any], sentence: s
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("optim", "kind", "same"),
+    [
+        ("lion", "Lion", True),
+        ("lion", "AdamW", False),
+        ("adamw_8bit", "AdamW", False),
+        ("adafactor", "Adafactor", True),
+        ("adafactor", None, True),
+        ("lion", "auto", True),
+    ],
+)
+def test_the_optimizer_is_that_of_the_recipe(optim: Optim, kind: str | None, same: bool) -> None:
+    config = {"optimizer": {"type": kind}} if kind else {}
+    conflicts = deepspeed_wishes(config, replace(RECIPE, optim=optim)).conflicts
+    assert (
+        conflicts == ()
+        if same
+        else f"optimizer.type={kind} of the ds_config is not train.optim" in conflicts[0]
+    )
+
+
 def test_auto_says_nothing_and_unknown_keys_pass_through() -> None:
     config = {
         "train_batch_size": "auto",
@@ -187,7 +209,7 @@ def test_two_pins_that_differ_are_refused(tmp_path: Path) -> None:
     wishes = read_wishes(params, paths, "float16")
     assert wishes is not None
     with pytest.raises(
-        UserError, match=r"pins sharding=zero2, and select_strategy\\.deepspeed_config says zero3"
+        UserError, match=r"pins sharding=zero2, and select_strategy\.deepspeed_config says zero3"
     ):
         with_wishes(Pins(sharding="zero2"), wishes)
 

@@ -111,6 +111,8 @@ def of_engine(plan, work: Workload) -> Iterator[tuple[bool, str]]:
     yield plan.replication == "ddp", "nn.DataParallel only on demand"
     alone = plan.sharding == "none" and plan.tp == plan.pp == 1
     yield work.communication_hook == "none" or alone, "a hook is of DDP"
+    cut = plan.tp > 1 or plan.sharding != "none"
+    yield work.optim in ("adamw_torch", "lion") or not cut, "some optimizers need whole parameters"
 
 
 def both(pins: Pins) -> bool:
@@ -172,9 +174,9 @@ def test_no_illegal_plan_is_ever_returned():
         method = draw.choice(["full", "lora", "qlora"])
         longest = draw.choice([301, 512, 2048, 4096])
         hook = draw.choice(["none"] * 6 + ["fp16", "powersgd"])
-        work = Workload(
-            method, "bfloat16", longest, longest * draw.choice([0.4, 1.0]), communication_hook=hook
-        )
+        optim = draw.choice(["adamw_torch"] * 4 + ["lion", "adafactor", "adamw_8bit"])
+        mean = longest * draw.choice([0.4, 1.0])
+        work = Workload(method, "bfloat16", longest, mean, communication_hook=hook, optim=optim)
         batch = draw.choice([1, 6, 16, 48, 64, 256, 1024])
         pins, steps = random_pins(draw, batch), draw.choice([None, 20, 400, 10000])
         asked = Problem(spec, machine, work, batch, EVERYTHING, pins, evaluation_rows=1, steps=steps)
