@@ -28,12 +28,12 @@ _CAUSE = re.compile(r"\b\w*(Error|Exception)\b.*:")
 def launch(module: str, plan: Plan, files: tuple[Path, Path], seconds: float) -> str | None:
     """Runs `module` on the plan's ranks; the sentence why it failed, or None. Nothing of it is left running."""
     environment = dict(os.environ)
-    threads = max(1, (os.cpu_count() or 1) // plan.world_size)
+    threads = max(1, (os.cpu_count() or 1) // plan.processes)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-        *(f"--nproc-per-node={plan.world_size}", "--max-restarts=0", "-m", module, *map(str, files)),
+        *(f"--nproc-per-node={plan.processes}", "--max-restarts=0", "-m", module, *map(str, files)),
     ]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(

@@ -59,6 +59,7 @@ LONG = 4096
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "ddp2": {"dp_replicate": 2},
+    "dataparallel2": {"dp_replicate": 2, "replication": "data_parallel"},
     "fsdp2": {"dp_shard": 2, "sharding": "fsdp2"},
     "tp2": {"tp": 2},
     "tp2sp": {"tp": 2, "sequence_parallel": True},
@@ -195,7 +196,13 @@ def zero(shape: str) -> list[Variant]:
     ]
 
 
-SETS = {"single": single, "pair": pair, "qlora": four_bit, "zero": zero}
+def data_parallel(shape: str) -> list[Variant]:
+    """torch's DataParallel beside DDP, and one GPU."""
+    layouts = ("single", "ddp2", "dataparallel2")
+    return [Variant(shape, "lora", layout, 2, level="selective") for layout in layouts]
+
+
+SETS = {"single": single, "pair": pair, "qlora": four_bit, "zero": zero, "dataparallel": data_parallel}
 
 
 @dataclass(frozen=True)

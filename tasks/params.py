@@ -122,6 +122,7 @@ class SelectStrategyParams(Section):
     data_parallel_degree: Degree | Auto
     tensor_parallel_degree: Degree | Auto
     pipeline_parallel_degree: Degree | Auto
+    replication: Literal["auto", "ddp", "data_parallel"]
     pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved1f1b", "zerobubble"]
     sequence_parallel: Switch
     per_device_train_batch_size: Degree | Auto

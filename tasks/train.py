@@ -105,7 +105,7 @@ def _run_workers(paths: Paths, run: Path, key: str) -> None:
     (run / "user_error").unlink(missing_ok=True)
     newest = _newest_step(run)
     from_where = f"goes on from step {newest}" if newest else "starts"
-    say(f"train: run {key} {from_where}, {plan.world_size} worker(s), plan {plan.name}")
+    say(f"train: run {key} {from_where}, {plan.processes} worker(s), plan {plan.name}")
     code = launch(plan, hardware, run, paths)
     if code == 0:
         return
@@ -130,7 +130,7 @@ def launch(plan: Plan, hardware: HardwareProfile, run: Path, paths: Paths) -> in
         SystemExit: with code 75 after such a signal.
     """
     environment = dict(os.environ)
-    threads = max(1, hardware.cpu_cores // plan.world_size)
+    threads = max(1, hardware.cpu_cores // plan.processes)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Micro-batches of many lengths leave a caching allocator with holes that only growing segments fill.
@@ -138,7 +138,7 @@ def launch(plan: Plan, hardware: HardwareProfile, run: Path, paths: Paths) -> in
     # torchrun's standalone rendezvous takes a free port; the loopback name keeps it off the network.
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-        *(f"--nproc-per-node={plan.world_size}", "--max-restarts=0"),
+        *(f"--nproc-per-node={plan.processes}", "--max-restarts=0"),
         *("-m", "tasks.trainer.worker", run.name),
     ]
     agent = subprocess.Popen(command, cwd=paths.root, env=environment, preexec_fn=die_with_parent)  # noqa: PLW1509

@@ -62,11 +62,11 @@ def _launch(request: TrialRequest, hardware: HardwareProfile) -> TrialResult:
         asked, told = Path(name) / "request.json", Path(name) / "result.json"
         request.write(asked)
         environment = dict(os.environ)
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, hardware.cpu_cores // request.plan.world_size)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, hardware.cpu_cores // request.plan.processes)))
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-            *(f"--nproc-per-node={request.plan.world_size}", "--max-restarts=0"),
+            *(f"--nproc-per-node={request.plan.processes}", "--max-restarts=0"),
             *("-m", "tasks.trainer.trial", str(asked), str(told)),
         ]
         try:

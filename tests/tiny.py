@@ -62,9 +62,15 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_model(
-    folder: Path, layers: int = 2, hidden: int = 32, tied: bool = False, seed: int = 0, family: str = "llama"
+    folder: Path,
+    layers: int = 2,
+    hidden: int = 32,
+    tied: bool = False,
+    seed: int = 0,
+    family: str = "llama",
+    half: bool = False,
 ) -> Path:
-    """A random Llama (or other decoder) in Hugging Face's layout with the byte tokenizer."""
+    """A random Llama (or other decoder) in Hugging Face's layout with the byte tokenizer, in float16 if `half`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,7 +95,8 @@ def write_model(
         bos_token_id=None,
         eos_token_id=2,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    (model.half() if half else model).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 

@@ -82,7 +82,7 @@ def _of(name: str, run: Run, status: str, facts: Facts) -> PlanProof:
             "plan": name,
             "status": status,
             "steps": len(run.records),
-            "ranks": plan.world_size,
+            "ranks": plan.processes,
             "micro_batch": plan.micro_batch,
             "accumulation": plan.accumulation,
             "facts": facts,
@@ -141,8 +141,7 @@ def facts_of(run: Run, params: Params, lengths: Lengths) -> Facts:
     padding = accumulation = unequal = False
     for record in records:
         shares = [
-            deal(record.samples, lengths.tokens, plan.micro_batch, plan.data_parallel, rank)
-            for rank in range(plan.data_parallel)
+            deal(record.samples, lengths.tokens, plan.rows, plan.shares, rank) for rank in range(plan.shares)
         ]
         micros = [micro for share in shares for micro in share]
         padding |= any(len({int(lengths.tokens[row]) for row in micro.rows}) > 1 for micro in micros)

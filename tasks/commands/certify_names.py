@@ -19,7 +19,7 @@ PROCESS_BYTES = 2**29
 GRAMMAR = (
     "single, ddp2, fsdp2, tp2, tp2sp (sequence parallel), pp2 (1f1b; also pp2-gpipe, pp2-interleaved, pp2-zerobubble), "
     "products of them such as dp2tp2, fsdp2pp2, dp2tp2pp2 or dp2fsdp2, zero0 to zero3 (of two ranks; zero2dp4 of "
-    "four), zero2+cpu, zero3+cpu, zero3+nvme, dataparallel; a number is a degree"
+    "four), zero2+cpu, zero3+cpu, zero3+nvme, dataparallel (one process, two GPUs); a number is a degree"
 )
 PART = re.compile(r"(ddp|dp|fsdp|tp|pp)(\d+)(sp|v\d+)?")
 SCHEDULE = re.compile(r"-(gpipe|1f1b|interleaved|interleaved1f1b|zerobubble)$")
@@ -48,6 +48,7 @@ class Wanted:
     sequence_parallel: bool = False
     schedule: Schedule = "none"
     chunks: int = 1
+    replication: Literal["ddp", "data_parallel"] = "ddp"
     missing: str | None = None
 
 
@@ -72,10 +73,8 @@ def parse_name(name: str) -> Wanted:
         if zero.group(1) not in OFFLOADING[zero.group(3)] or not int(zero.group(2) or 2):
             raise _no_plan(name)
         return _with_zero(said, zero.group(1), int(zero.group(2) or 2), zero.group(3) or "none")
-    if re.fullmatch(r"dataparallel\d*", said):
-        return Wanted(
-            said, missing="torch's DataParallel replicates from one process, and no engine here does that"
-        )
+    if one_process := re.fullmatch(r"dataparallel(\d*)", said):
+        return Wanted(said, replicas=int(one_process.group(1) or 2), replication="data_parallel")
     found = SCHEDULE.search(said)
     body = re.sub(r"(?<=[\dvp])[x×*_-](?=[dftp])", "", said[: found.start()] if found else said)
     if not re.fullmatch(f"(?:{PART.pattern})+", body):
@@ -191,6 +190,7 @@ def _candidates(wanted: Wanted, problem: Problem) -> list[Plan]:
             sharding=wanted.zero or ("fsdp2" if wanted.sharded else "none"),
             sequence_parallel=wanted.sequence_parallel,
             virtual_stages=wanted.chunks,
+            replication=wanted.replication,
         )
         for level in levels
         for size in sizes or [1]

@@ -113,7 +113,7 @@ def train_under(
     resolved = Resolved(precision=precision, token_budget=None)
     WorkerOrder(run_key=run.name, plan=plan, resolved=resolved, starts=1).write(run / "order.json")
     hardware.write(here.hardware)
-    with heartbeat(f"certify: {name}, {plan.world_size} process(es)"):
+    with heartbeat(f"certify: {name}, {plan.processes} process(es)"):
         code, said = start_workers(plan, hardware, run, here)
     if (run / "user_error").is_file():
         return NotRun((run / "user_error").read_text(encoding="utf-8"), started=True)

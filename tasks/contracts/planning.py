@@ -86,8 +86,9 @@ class Plan(Contract):
     says what the dp_shard axis shares out: optimizer state (zero1), gradients too (zero2), weights too (zero3, fsdp2).
     `offload` is where optimizer state lives while it is not used, `offload_parameters` where the weights do.
     `virtual_stages` is the number of model chunks a pipeline rank holds (interleaved and zero-bubble schedules).
-    `compiled`: decoder layers and loss run as kernels fused by torch.compile. `deepspeed_config` is a JSON object of
-    keys that a user's own file hands to DeepSpeed as they are, or "".
+    `compiled`: decoder layers and loss run as kernels fused by torch.compile. `replication` data_parallel is torch's
+    DataParallel: one process, whose micro-batches have `micro_batch` rows for each of dp_replicate GPUs.
+    `deepspeed_config` is a JSON object of keys that a user's own file hands to DeepSpeed as they are, or "".
     """
 
     engine: Literal["torch", "deepspeed"]
@@ -117,6 +118,21 @@ class Plan(Contract):
     @property
     def world_size(self) -> int:
         return self.data_parallel * self.tp * self.pp
+
+    @property
+    def processes(self) -> int:
+        """One a rank, and one for all GPUs under torch's DataParallel."""
+        return 1 if self.replication == "data_parallel" else self.world_size
+
+    @property
+    def shares(self) -> int:
+        """Processes, or groups of them, among which a step's samples are dealt out."""
+        return 1 if self.replication == "data_parallel" else self.data_parallel
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch of one share."""
+        return self.micro_batch * (self.data_parallel // self.shares)
 
     @property
     def global_batch(self) -> int:

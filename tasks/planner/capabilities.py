@@ -41,7 +41,6 @@ class Capabilities:
         """Whether a plan of the planner's space can be trained."""
         return (
             plan.sharding in self.shardings
-            and plan.replication == "ddp"
             and plan.activation_checkpointing in self.levels
             and work.method in self.methods
             and (plan.tp == 1 or (self.tensor and self.splits(spec)))

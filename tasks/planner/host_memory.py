@@ -18,7 +18,7 @@ def host_memory(spec: ModelSpec, plan: Plan, work: Workload, machine: Machine) -
 
     Weights stream from their files shard by shard: a rank holds one file's worth at a time.
     """
-    here = min(plan.world_size, machine.gpus_per_node) if plan.device == "cuda" else plan.world_size
+    here = min(plan.processes, machine.gpus_per_node) if plan.device == "cuda" else plan.processes
     ranks = max(1, here)
     compute = COMPUTE_BYTES[work.precision]
     terms = {"processes": ranks * PROCESS if plan.device == "cuda" else 0.0}

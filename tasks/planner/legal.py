@@ -185,10 +185,17 @@ def one_process_replicates(plan: Plan, ground: Ground) -> str | None:
         return None
     if plan.engine != "torch" or plan.sharding != "none" or plan.tp > 1 or plan.pp > 1:
         return "data_parallel replicates a whole model from one process; use ddp with other splits"
+    if plan.device == "cpu":
+        return "torch's DataParallel only calls the module on a CPU, where there is nothing to copy it to; use ddp"
     if plan.world_size > ground.a_node:
         return f"data_parallel is one process on one node of {ground.a_node} GPUs and has {plan.world_size}; use ddp"
-    if plan.device == "cpu" or plan.dp_replicate == 1:
+    if plan.dp_replicate == 1:
         return "data_parallel needs two GPUs or more; use ddp"
+    if ground.work.attended is not None and ground.spec.position == "alibi":
+        return (
+            f"packed documents of {ground.spec.family} are kept apart by hooks on its layers, which the copies of "
+            "data_parallel would share; use ddp, or prepare_data.packing=none"
+        )
     return None
 
 
@@ -239,6 +246,8 @@ def compiling_fits(plan: Plan, ground: Ground) -> str | None:
     if oldest < LEAST_CAPABILITY:
         has, needs = (".".join(map(str, pair)) for pair in (oldest, LEAST_CAPABILITY))
         return f"a GPU here has compute capability {has}, and compiled kernels need {needs}; use compile=false or auto"
+    if plan.replication == "data_parallel":
+        return "data_parallel copies the layers for every micro-batch, and each copy would be compiled anew; use ddp"
     if plan.engine != "torch":
         return f"the engine torch alone compiles layers, and the engine is {plan.engine}; use torch, or compile=false"
     if plan.sharding == "fsdp2" and ground.work.method == "full" and ground.work.precision != "float32":

@@ -130,7 +130,7 @@ def is_ddp(plan: Plan) -> bool:
     """Plain copies of a whole model, whose gradients are views of buckets. Copies beside tensor or pipeline parallelism
     have none: what they trained is summed after the last backward pass.
     """
-    return plan.sharding == "none" and plan.data_parallel > 1 and plan.tp == plan.pp == 1
+    return plan.sharding == "none" and plan.shares > 1 and plan.tp == plan.pp == 1
 
 
 def stage_parameters(

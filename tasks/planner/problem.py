@@ -90,7 +90,7 @@ class Pins:
         named |= {
             key: said(key) for key in ("activation_checkpointing", "engine", "sharding", "sequence_parallel")
         }
-        named |= {key: said(key) for key in ("offload", "offload_parameters")}
+        named |= {key: said(key) for key in ("replication", "offload", "offload_parameters")}
         named |= {
             "backend": said("ddp_backend"),
             "schedule": said("pipeline_schedule"),

@@ -140,7 +140,8 @@ def _sharings(problem: Problem, dp: int, tp: int, nvme: bool) -> list[Sharing]:
     can, pins = problem.capabilities.shardings, problem.pins
     found = [Sharing("torch", "none", dp, 1)]
     if pins.replication == "data_parallel":
-        return [found[0]._replace(replication="data_parallel")]
+        # On one of several GPUs it is no way of sharing; on a single one it is named as what stands against the pin.
+        return [found[0]._replace(replication="data_parallel")] if dp > 1 or problem.most_ranks == 1 else []
     if "fsdp2" in can:
         within = max(1, problem.ground.a_node // tp)
         shards = [shard for shard in divisors(dp) if shard > 1]

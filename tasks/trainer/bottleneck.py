@@ -109,6 +109,13 @@ def _computing(
 ) -> Bottleneck:
     used = max(rank.peak_memory_bytes for rank in ranks) / memory_limit_bytes
     busy = min(1 - rank.idle - rank.data_wait for rank in ranks)
+    if plan.replication == "data_parallel":
+        return Bottleneck(
+            "one process for all GPUs",
+            busy,
+            "One process copies the model to every GPU for each micro-batch and launches the kernels of all; "
+            "select_strategy.replication=ddp learns the same with a process a GPU.",
+        )
     behind = [rank.queued for rank in ranks if rank.queued is not None]
     if behind and max(behind) < NEVER_BEHIND:
         way = "a larger per_device_train_batch_size" if plan.accumulation > 1 else "a larger global batch"

@@ -22,12 +22,10 @@ from tasks.trainer.adapters import attach_adapters, stay_in_half
 from tasks.trainer.clock import StepClock
 from tasks.trainer.engine import Batch, StepResult
 from tasks.trainer.filling import EmptyStage, fill
-from tasks.trainer.isolation import documents_of
-from tasks.trainer.loss import learnt_positions
 from tasks.trainer.loss_scale import LossScale
 from tasks.trainer.optimizers import make_optimizer
 from tasks.trainer.parallelize import count_parameters, local_device, prepared
-from tasks.trainer.step_parts import schedule_of, tell
+from tasks.trainer.step_parts import schedule_of, sent_to, tell
 from tasks.trainer.weights import LoadedWeights, MetaModel, take_out
 from tasks.trainer.zero_config import zero_config
 from tasks.trainer.zero_loading import fill_partitioned
@@ -113,11 +111,8 @@ class DeepSpeedEngine:
         return result
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
-        sent = (batch.input_ids, batch.labels, learnt_positions(batch.labels))
-        packed = {} if batch.positions is None else {"documents": documents_of(batch.positions, self.device)}
-        loss: torch.Tensor = self.engine(
-            *(tensor.to(self.device, non_blocking=True) for tensor in sent), **packed
-        )
+        tensors, told = sent_to(batch, self.device)
+        loss: torch.Tensor = self.engine(*tensors, **told)
         return loss
 
     def _step_of_zero(self) -> tuple[float, bool]:

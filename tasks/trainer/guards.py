@@ -65,16 +65,20 @@ class StopSignals:
         self.received = number
 
 
-def check_finite(loss: float, grad_norm: float, step: int, precision: str) -> None:
+def check_finite(loss: float, grad_norm: float, step: int, precision: str, saved: int = 0) -> None:
     """Raises when a step produced no numbers: going on would train nothing.
 
     A non-finite gradient norm alone is normal under float16, whose scaler skips the step.
+
+    Args:
+        saved: the step of the newest checkpoint, which stays; 0 if there is none.
     """
     if math.isfinite(loss) and (math.isfinite(grad_norm) or precision == "float16"):
         return
     wider = {"float16": "bfloat16 or float32", "bfloat16": "float32"}.get(precision)
     other = f", or use train.precision={wider}" if wider else ""
+    kept = f" (the checkpoint of step {saved} is kept)" if saved else ""
     raise UserError(
-        f"step {step}: loss={loss}, gradient norm={grad_norm}, and training cannot go on from that; "
+        f"step {step}: loss={loss}, gradient norm={grad_norm}, and training cannot go on from that{kept}; "
         f"lower train.learning_rate{other}"
     )

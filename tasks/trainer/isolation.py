@@ -95,8 +95,7 @@ class Isolation:
         self._known.clear()
         if documents is None:
             return {}
-        if self._way is None:
-            self._way = self._choose(documents.positions.device)
+        self.settle(documents.positions.device)
         if self._way == "masks":
             self._positions = documents.positions
             return {}
@@ -109,6 +108,17 @@ class Isolation:
             "max_length_q": documents.longest,
             "max_length_k": documents.longest,
         }
+
+    def settle(self, device: torch.device) -> None:
+        """Decides the way; the model is told of it once."""
+        if self._way is None:
+            self._way = self._choose(device)
+
+    def of_copy(self, inner: PreTrainedModel) -> Isolation:
+        """For a copy of the model, in the way that is settled."""
+        other = Isolation(inner, self._half)
+        other._way = self._way
+        return other
 
     def _choose(self, device: torch.device) -> Way:
         if not takes_positions(self._inner):

@@ -122,7 +122,7 @@ class Board:
     def read(self) -> None:
         """Takes up what the ranks of this node have written since this start."""
         found = []
-        for rank in range(self._plan.world_size):
+        for rank in range(self._plan.processes):
             with suppress(OSError, ValidationError):
                 text = (self._folder / f"{rank}.json").read_text(encoding="utf-8")
                 live = LiveRank.model_validate_json(text)
@@ -137,7 +137,7 @@ class Board:
             parts.append(f"MFU {mfu:.0%}")
         if self._ranks:
             fullest = max(self._ranks, key=lambda live: live.peak_memory_bytes)
-            where = f" (rank {fullest.rank})" if self._plan.world_size > 1 else ""
+            where = f" (rank {fullest.rank})" if self._plan.processes > 1 else ""
             parts.append(f"{fullest.peak_memory_bytes / 2**30:.1f} GiB{where}")
             name, share = max(
                 ((name, max(live.shares[name] for live in self._ranks)) for name in WORDS),

@@ -110,14 +110,14 @@ def train_loop(
     reporter = Reporter(job.run, job.rank, job.plan, engine, watch)
     board = _board(job) if job.rank == 0 else None
     bar = _bar(job, first)
-    saved_at = time.monotonic()
+    saved, saved_at = first, time.monotonic()
     for step in range(first, job.total_steps):
         due = time.monotonic() - saved_at >= job.train.checkpoint_every_seconds and job.rank == 0
         samples = job.order.samples(step)
         begin = time.perf_counter()
         with lively(bar):
             result = _one_step(engine, job, lengths, watch, samples, (due, signals.received is not None))
-        check_finite(result.loss, result.grad_norm, step + 1, job.precision)
+        check_finite(result.loss, result.grad_norm, step + 1, job.precision, saved)
         if result.skipped and job.rank == 0:
             say(f"step {step + 1} overflowed in float16 and is left out; the loss scale is halved")
         watch.steps += 1
@@ -133,7 +133,7 @@ def train_loop(
         last = step + 1 == job.total_steps
         if save or stop or last:
             _save(engine, job, step + 1, watch)
-            saved_at = time.monotonic()
+            saved, saved_at = step + 1, time.monotonic()
         if stop and not last:
             bar.close()
             raise SystemExit(PREEMPTED_EXIT_CODE)
@@ -174,7 +174,7 @@ def _one_step(
     begin = time.perf_counter()
     plan = job.plan
     share = data_rank(plan, job.rank)
-    micros = deal(samples.tolist(), lengths.tokens, plan.micro_batch, plan.data_parallel, share)
+    micros = deal(samples.tolist(), lengths.tokens, plan.rows, plan.shares, share)
     batches = [collate(job.split, micro) for micro in micros]
     watch.data_wait += time.perf_counter() - begin
     return engine.train_step(batches, int(lengths.targets[samples].sum()), flags)

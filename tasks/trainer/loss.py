@@ -71,7 +71,16 @@ class TokenLossSum(torch.nn.Module):
         self._wider_table = table is not None and table.dtype != self.dtype
         self._inner, self._parts, self._token_loss = [inner], parts, token_loss
         self._mixed = None if precision in ("float32", "float64") else DTYPES[precision]
-        self._isolation = Isolation(inner, half=self._mixed is not None)
+        self.isolation = Isolation(inner, half=self._mixed is not None)
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        """The language model without what is wrapped around it; no submodule, so that names are counted once."""
+        return self._inner[0]
+
+    def reads(self, inner: PreTrainedModel) -> None:
+        """For a copy of this module: its own language model."""
+        self._inner, self.isolation = [inner], self.isolation.of_copy(inner)
 
     def forward(
         self,
@@ -90,7 +99,7 @@ class TokenLossSum(torch.nn.Module):
             learnt: `learnt_positions(labels)`, if known: finding out on a GPU makes the host wait for it.
             documents: where several lie in one row; in a pipeline those of all micro-batches, and `number` says which.
         """
-        told = self._isolation.arguments(of_micro_batch(documents, number))
+        told = self.isolation.arguments(of_micro_batch(documents, number))
         with torch.autocast(inputs.device.type, self._mixed, enabled=self._mixed is not None):
             if not self.plain_head:
                 return self._loss_of_logits(inputs, labels, told)

@@ -49,12 +49,14 @@ class Layout:
 
 
 def layout(plan: Plan) -> Layout:
+    if plan.processes == 1:
+        return Layout((), ())
     axes = tuple(axis for axis in AXES if getattr(plan, axis) > 1)
     return Layout(axes, tuple(getattr(plan, axis) for axis in axes))
 
 
 def data_rank(plan: Plan, rank: int) -> int:
-    """Which of the plan's `data_parallel` shares of a step a rank works on; ranks of one model copy have the same."""
+    """Which of the plan's `shares` of a step a rank works on; ranks of one model copy have the same."""
     place = layout(plan).coordinate(rank)
     return place["dp_replicate"] * plan.dp_shard + place["dp_shard"]
 

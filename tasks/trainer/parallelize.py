@@ -20,6 +20,7 @@ from tasks.params import TrainParams
 from tasks.stage import say
 from tasks.trainer.adapters import attach_adapters, stay_in_half
 from tasks.trainer.compiling import compile_layers, compiled_token_loss, why_not
+from tasks.trainer.data_parallel import DataParallel
 from tasks.trainer.filling import EmptyStage, fill
 from tasks.trainer.integer_parameters import integer_parameters
 from tasks.trainer.loading import DTYPES
@@ -90,6 +91,8 @@ def parallelize(
     fill(stages, base.weights, adapters, place)
     modules = [stage.module for stage in stages]
     pipeline = None
+    if plan.replication == "data_parallel":
+        modules = [DataParallel(stages[0].module, plan.dp_replicate)]
     if mesh is not None and plan.pp > 1:
         pipeline = Pipeline(modules, plan, mesh.get_group("pp"), place)
     elif mesh is not None and plan.tp == 1 and plan.sharding == "none":

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 GPU_SAMPLE_SECONDS = 0.5
 
 
+def own_gpus(plan: Plan) -> Sequence[int]:
+    """Those that this process drives."""
+    return range(plan.dp_replicate) if plan.replication == "data_parallel" else (torch.cuda.current_device(),)
+
+
 class GpuWatch:
     """Samples this rank's GPU utilisation (percent, as NVML states it) in a thread."""
 
@@ -49,14 +54,14 @@ class GpuWatch:
         self._samples: list[float] = []
         self._done = threading.Event()
         if plan.device == "cuda":
-            threading.Thread(target=self._watch, args=(torch.cuda.current_device(),), daemon=True).start()
+            threading.Thread(target=self._watch, args=(own_gpus(plan),), daemon=True).start()
 
-    def _watch(self, index: int) -> None:
+    def _watch(self, gpus: Sequence[int]) -> None:
         import pynvml
 
         with suppress(pynvml.NVMLError, ModuleNotFoundError):
             while not self._done.wait(GPU_SAMPLE_SECONDS):
-                self._samples.append(float(torch.cuda.utilization(index)))
+                self._samples.append(sum(float(torch.cuda.utilization(gpu)) for gpu in gpus) / len(gpus))
 
     def mean(self) -> float | None:
         self._done.set()
@@ -92,9 +97,11 @@ def shares(spent: Mapping[str, float]) -> dict[str, float]:
 
 
 def peak_memory(plan: Plan) -> int:
-    """Bytes: the most the CUDA allocator reserved, or on a CPU the most this process had resident."""
+    """Bytes: the most the CUDA allocator reserved (of one GPU, if this process drives several), or on a CPU the most
+    this process had resident.
+    """
     if plan.device == "cuda":
-        return int(torch.cuda.max_memory_reserved())
+        return max(int(torch.cuda.max_memory_reserved(gpu)) for gpu in own_gpus(plan))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,7 @@ COLLECTIVES = (
 # A GPU does some 200 to 300 operations while it moves a byte (H200: 990 TFLOP/s over 4.8 TB/s). A product over fewer
 # numbers costs no more than the elementwise work that is done again anyway, and its output is as large.
 CHEAP_INNER = 256
+OPTIONS = "recomputing"  # an attribute of a layer
 
 
 def checkpoint_activations(base: PreTrainedModel, layers: Sequence[nn.Module], level: Level) -> None:
@@ -74,6 +76,7 @@ def checkpoint_activations(base: PreTrainedModel, layers: Sequence[nn.Module], l
     options: dict[str, Any] = {"context_fn": _keep_what_is_dear} if level == "selective" else {}
     for layer in layers:
         layer.forward = _recomputed(layer.forward, options)  # type: ignore[method-assign]
+        setattr(layer, OPTIONS, options)
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -94,6 +97,13 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
             return checkpoint(forward, *args, **fixed, **kwargs)
 
     return checkpointed
+
+
+def follow_copy(layer: nn.Module) -> None:
+    """A copy of a layer, with the layer's attributes, computes with its own weights again and not with the layer's."""
+    options = layer.__dict__.get(OPTIONS)
+    if options is not None:
+        layer.forward = _recomputed(MethodType(type(layer).forward, layer), options)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -18,15 +18,14 @@ from tasks.params import TrainParams
 from tasks.trainer import training_state
 from tasks.trainer.clock import StepClock
 from tasks.trainer.comm_hooks import PowerSgd, communication_hook
+from tasks.trainer.data_parallel import DataParallel
 from tasks.trainer.engine import Batch, StepResult
-from tasks.trainer.isolation import documents_of
-from tasks.trainer.loss import learnt_positions
 from tasks.trainer.loss_scale import LossScale
 from tasks.trainer.mesh import first_and_last_stage, group_over
 from tasks.trainer.optimizers import fill, make_optimizer
 from tasks.trainer.parallelize import local_device, parallelize
 from tasks.trainer.pieces import local, squared_norm, sum_gradients
-from tasks.trainer.step_parts import schedule_of, tell
+from tasks.trainer.step_parts import schedule_of, sent_to, tell
 from tasks.trainer.weights import MetaModel
 
 
@@ -64,7 +63,7 @@ class TorchEngine:
         # DDP averages over data ranks, FSDP2 is told to sum, and copies of models that are cut otherwise are summed
         # below.
         whole = plan.tp == 1 and plan.pp == 1 and plan.sharding == "none"
-        self._averaged = plan.data_parallel if whole else 1
+        self._averaged = plan.shares if whole else 1
         cut = not whole and plan.sharding == "none"
         self._replicas = mesh.get_group("dp_replicate") if cut and plan.dp_replicate > 1 else None
         self._slices = mesh.get_group("tp") if plan.tp > 1 else None
@@ -133,9 +132,10 @@ class TorchEngine:
         return contextlib.nullcontext()
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
-        sent = (batch.input_ids, batch.labels, learnt_positions(batch.labels))
-        packed = {} if batch.positions is None else {"documents": documents_of(batch.positions, self.device)}
-        return self.modules[0](*(tensor.to(self.device, non_blocking=True) for tensor in sent), **packed)
+        if isinstance(self.modules[0], DataParallel):
+            return self.modules[0](batch)
+        tensors, told = sent_to(batch, self.device)
+        return self.modules[0](*tensors, **told)
 
     def _complete_gradients(self) -> None:
         """The sums over ranks and stages that no wrapper has made."""

@@ -69,6 +69,7 @@ def _measure(request: TrialRequest) -> TrialResult:
     import torch
 
     from tasks.trainer.engines import make_engine
+    from tasks.trainer.performance import peak_memory
 
     plan = request.plan
     base = random_model(request, 0)
@@ -85,9 +86,7 @@ def _measure(request: TrialRequest) -> TrialResult:
     lengths = [request.sequence, *[request.mean_row] * (WARM_UP - 1 + request.steps)]
     taken = []
     for length in lengths:
-        batches = [
-            _batch(plan.micro_batch, length, vocab, request.document) for _ in range(plan.accumulation)
-        ]
+        batches = [_batch(plan.rows, length, vocab, request.document) for _ in range(plan.accumulation)]
         targets = plan.global_batch * (length - 1)
         if cuda:
             torch.cuda.synchronize()
@@ -97,7 +96,7 @@ def _measure(request: TrialRequest) -> TrialResult:
     engine.close()
     if swap is not None:
         shutil.rmtree(swap, ignore_errors=True)
-    peak = torch.cuda.max_memory_reserved() if cuda else None
+    peak = peak_memory(plan) if cuda else None
     return TrialResult(plan=plan, seconds=statistics.median(taken[WARM_UP:]), peak_bytes=peak, failed=None)
 
 

@@ -146,5 +146,5 @@ def train(
         run_key=run_key, plan=plan, resolved=Resolved(precision=precision, token_budget=None), starts=1
     ).write(run / "order.json")
     code = 75 if stop_at is not None else 0
-    run_ranks(plan.world_size, _train_rank, str(root), run_key, stop_at, code=code)
+    run_ranks(plan.processes, _train_rank, str(root), run_key, stop_at, code=code)
     return Trained(run, StepLog(run).read())

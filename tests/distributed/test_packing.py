@@ -125,9 +125,9 @@ def test_documents_train_the_same_packed_or_not(model: str, tmp_path: Path) -> N
 
 def train_blind(root: str, run_key: str) -> None:
     """A rank whose engine takes a packed row for one document."""
-    from tasks.trainer import torch_engine
+    from tasks.trainer import step_parts
 
-    torch_engine.documents_of = lambda positions, device: documents_of(  # type: ignore[attr-defined]
+    step_parts.documents_of = lambda positions, device: documents_of(  # type: ignore[attr-defined]
         torch.arange(positions.shape[1]).expand(positions.shape), device
     )
     run, plan = Path(root) / "runs" / run_key, tiny.cpu_plan(1, 2, ROWS // 2)

@@ -125,7 +125,7 @@ def certify(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
     def run(*options: str, **faults: Callable[[], None]) -> tuple[int, dict[str, Any]]:
         def start(plan: Plan, hardware: HardwareProfile, run: Path, here: Paths) -> tuple[int, str]:
             fault = faults.get(run.name.removeprefix("certify-").replace("-", "_"))
-            run_ranks(plan.world_size, _rank, str(here.root), run.name, fault)
+            run_ranks(plan.processes, _rank, str(here.root), run.name, fault)
             return 0, ""
 
         monkeypatch.setattr(certify_runs, "start_workers", start)
@@ -189,10 +189,12 @@ def test_other_samples_are_shown_not_raised(certify: Any) -> None:
 
 
 def test_a_plan_that_was_named_and_not_run_is_no_pass(certify: Any) -> None:
-    code, said = certify("--family", "llama", "--steps", "1", "--plans", "single,zero2,ddp3,tp8")
+    code, said = certify("--family", "llama", "--steps", "1", "--plans", "single,dataparallel,ddp3,tp8")
     assert code == 1 and said["same"] is False
-    assert statuses(said) == {"single": "reference", "zero2": "not_run", "ddp3": "not_run", "tp8": "not_run"}
+    off = dict.fromkeys(("dataparallel", "ddp3", "tp8"), "not_run")
+    assert statuses(said) == {"single": "reference", **off}
     assert all(each["reason"] and each["loss"] is None for each in said["plans"][1:])
+    assert "only calls the module on a CPU" in said["plans"][1]["reason"]
 
 
 @pytest.mark.slow

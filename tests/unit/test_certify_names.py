@@ -92,13 +92,24 @@ def test_a_schedules_rule_decides_the_micro_batch() -> None:
         ("pp4-interleaved", "is more than the model's 4 layers"),
         ("fsdp1", "fsdp2 over one rank shares nothing out"),
         ("zero2dp3", "does not divide the global batch 8"),
-        ("dataparallel", "DataParallel"),
+        ("dataparallel", "only calls the module on a CPU"),
+        ("dataparallel3", "does not divide the global batch 8"),
     ],
 )
 def test_what_cannot_be_here_is_not_run_with_its_reason(name: str, sentence: str) -> None:
     refused = planned(name)
     assert isinstance(refused, NotRun) and not refused.started
     assert sentence in refused.reason
+
+
+def test_data_parallel_is_one_process_on_two_gpus() -> None:
+    for name in ("dataparallel", "dataparallel2"):
+        plan = planned(name, hardware=gpus(2))
+        assert isinstance(plan, Plan) and plan.name == "dataparallel2"
+        assert (plan.processes, plan.world_size, plan.shares, plan.rows) == (1, 2, 1, 2 * plan.micro_batch)
+        assert plan.global_batch == 8
+    alone = planned("dataparallel", hardware=gpus(1))
+    assert isinstance(alone, NotRun) and "1 can be used here" in alone.reason
 
 
 def test_more_ranks_than_gpus_are_not_run() -> None:

@@ -227,6 +227,7 @@ CPU, GPU = tiny.cpu_plan(), on_gpus(tiny.cpu_plan())
 CUT = CPU.model_copy(update={"tp": 2})
 PIPELINE = CPU.model_copy(update={"pp": 2, "schedule": "1f1b"})
 SHARDED = on_gpus(tiny.cpu_plan(1, 2, 2, shards=2))
+ONE_FOR_ALL = on_gpus(tiny.cpu_plan(2)).model_copy(update={"replication": "data_parallel"})
 
 
 @pytest.mark.parametrize(
@@ -269,6 +270,12 @@ SHARDED = on_gpus(tiny.cpu_plan(1, 2, 2, shards=2))
             "12% of the device memory is used (MFU 41%)",
         ),
         ([rank(queued=0.4, gib=70)], GPU, "computing", "more or faster GPUs"),
+        (
+            [rank(queued=0.01, gib=60)],
+            ONE_FOR_ALL,
+            "one process for all GPUs",
+            "replication=ddp learns the same",
+        ),
     ],
 )
 def test_the_largest_loss_of_time_is_named_with_a_way_out(

@@ -244,3 +244,31 @@ def test_pins_of_offload_are_kept_and_bring_zero_with_them(machine):
 def test_gloo_may_be_asked_for_on_gpus():
     found = fitting(plans(gpus(2), TINY, strategy=strategy_params(ddp_backend="gloo")))
     assert {(c.plan.name, c.plan.backend) for c in found} == {("single", "gloo"), ("ddp2", "gloo")}
+
+
+def test_data_parallel_is_never_chosen_and_can_be_asked_for():
+    """One process on one node, whole layers, nothing compiled; the default finds DDP."""
+    found = plans(gpus(2), TINY)
+    assert {candidate.plan.replication for candidate in found} == {"ddp"}
+    asked = plans(gpus(2), TINY, strategy=strategy_params(replication="data_parallel"))
+    assert {(c.plan.name, c.plan.processes, c.plan.compiled) for c in fitting(asked)} == {
+        ("dataparallel2", 1, False)
+    }
+    assert chosen(asked).plan.world_size == 2
+    ddp = strategy_params(replication="ddp", sharding="none")
+    assert {c.plan.name for c in fitting(plans(gpus(2), TINY, strategy=ddp))} >= {"single", "ddp2"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "pins", "sentence"),
+    [
+        (cpu(2), {}, "only calls the module on a CPU"),
+        (gpus(1), {}, "needs two GPUs or more"),
+        (gpus(2), {"tensor_parallel_degree": 2}, "replicates a whole model"),
+        (gpus(2), {"sharding": "fsdp2"}, "replicates a whole model"),
+        (gpus(2), {"compile": True}, "each copy would be compiled anew"),
+    ],
+)
+def test_what_does_not_go_with_data_parallel_is_named(machine, pins, sentence):
+    with pytest.raises(UserError, match=sentence):
+        plans(machine, TINY, strategy=strategy_params(replication="data_parallel", **pins))

@@ -224,6 +224,8 @@ def test_numbers_that_are_none_stop_the_run() -> None:
     with pytest.raises(UserError, match="gradient norm=inf"):
         check_finite(1.0, math.inf, 3, "float32")
     check_finite(1.0, math.inf, 3, "float16")
+    with pytest.raises(UserError, match=r"gradient norm=nan, .*the checkpoint of step 2 is kept"):
+        check_finite(1.0, math.nan, 3, "float32", saved=2)
 
 
 # --- float16 ------------------------------------------------------------------------------------
