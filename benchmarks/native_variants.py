@@ -199,7 +199,7 @@ def zero(shape: str) -> list[Variant]:
 def data_parallel(shape: str) -> list[Variant]:
     """torch's DataParallel beside DDP, and one GPU."""
     layouts = ("single", "ddp2", "dataparallel2")
-    return [Variant(shape, "lora", layout, 2, level="selective") for layout in layouts]
+    return [Variant(shape, "lora", layout, 2) for layout in layouts]
 
 
 SETS = {"single": single, "pair": pair, "qlora": four_bit, "zero": zero, "dataparallel": data_parallel}

@@ -152,10 +152,10 @@ def decode(name: str, content: bytes) -> Decoded:
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise _too_large(name, f"{width} x {height}")
-    kind, frames = image.format, getattr(image, "n_frames", 1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            kind, frames = image.format, getattr(image, "n_frames", 1)  # which reads on in the file
             image.load()
             upright = _upright(image)
             plain = upright is image and image.mode in ("RGB", "L") and "transparency" not in image.info

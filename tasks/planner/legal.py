@@ -191,6 +191,11 @@ def one_process_replicates(plan: Plan, ground: Ground) -> str | None:
         return f"data_parallel is one process on one node of {ground.a_node} GPUs and has {plan.world_size}; use ddp"
     if plan.dp_replicate == 1:
         return "data_parallel needs two GPUs or more; use ddp"
+    if plan.activation_checkpointing == "selective":
+        return (
+            "data_parallel computes layers again in other threads than they ran in, where what selective recomputing "
+            "kept is not always found; use activation_checkpointing=none or full, or ddp"
+        )
     if ground.work.attended is not None and ground.spec.position == "alibi":
         return (
             f"packed documents of {ground.spec.family} are kept apart by hooks on its layers, which the copies of "

@@ -96,7 +96,10 @@ def levels(problem: Problem, layout: Plan) -> tuple[str, ...]:
     pinned = problem.pins.activation_checkpointing
     if layout.schedule == "zerobubble":
         return ("none",)
-    return problem.capabilities.levels if pinned is None else (pinned,)
+    able = problem.capabilities.levels
+    if layout.replication == "data_parallel":
+        able = tuple(level for level in able if level != "selective")
+    return able if pinned is None else (pinned,)
 
 
 def complexity(plan: Plan) -> int:

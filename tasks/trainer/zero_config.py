@@ -18,7 +18,7 @@ NEVER = 2**31 - 1
 # Elements. DeepSpeed's own (500 million a bucket, a billion gathered) take 4 to 8 GB in float32; these fill a link too.
 # A matrix larger than a bucket is sent by itself. tasks/planner/zero.py counts them.
 BUCKET = 50_000_000
-LIVE = 200_000_000
+LIVE = {"none": 1_000_000_000, "cpu": 200_000_000, "nvme": 200_000_000}  # by where parameters are kept
 # What ZeRO-3's optimizer is given at once. On a GPU it has a second flat gradient, on disk it passes through buffers of
 # this size; in host memory each has a pinned one, and these are rounded up to a power of two: here 2**30 elements.
 SUB_GROUP = {"none": 100_000_000, "cpu": 900_000_000, "nvme": 100_000_000}
@@ -43,8 +43,8 @@ def zero_config(plan: Plan, train: TrainParams, swap: Path | None = None) -> dic
         zero |= {
             "sub_group_size": SUB_GROUP[plan.offload],
             "stage3_prefetch_bucket_size": BUCKET,
-            "stage3_max_live_parameters": LIVE,
-            "stage3_max_reuse_distance": LIVE,
+            "stage3_max_live_parameters": LIVE[plan.offload_parameters],
+            "stage3_max_reuse_distance": LIVE[plan.offload_parameters],
         }
     for key, where in (
         ("offload_optimizer", plan.offload),

@@ -75,7 +75,7 @@ def test_it_learns_what_one_process_learns(method: str, tmp_path: Path) -> None:
     one = train(root, tiny.params(), SINGLE, "float64", run_key="one")
     plans = {
         "two": one_process(),
-        "three": one_process(2, 1, "selective"),
+        "three": one_process(2, 1, "full"),
         "four": one_process(4, 2, "full"),
     }
     for other in under(root, plans):

@@ -38,7 +38,7 @@ CLOSE: dict[Precision, tuple[float, float]] = {
 CASES: list[tuple[Precision, str, bool]] = [
     ("float32", "none", False),
     ("float32", "full", True),
-    ("bfloat16", "selective", False),
+    ("bfloat16", "full", False),
     ("bfloat16", "none", True),
     ("float16", "full", False),
 ]

@@ -43,7 +43,7 @@ def test_what_is_counted_is_what_the_engine_is_told():
     assert zero.PARAMETER_BUFFERS == 5 * 4 * zero_config.PARAMETER_BUFFER
     told = zero_config.zero_config(plan_of("zero3", offload="cpu"), train_params())["zero_optimization"]
     assert told["reduce_bucket_size"] == told["stage3_prefetch_bucket_size"] == zero.BUCKET
-    assert told["stage3_max_live_parameters"] == told["stage3_max_reuse_distance"] == zero.LIVE
+    assert told["stage3_max_live_parameters"] == told["stage3_max_reuse_distance"] == zero.LIVE["none"]
     assert told["sub_group_size"] == zero.SUB_GROUP["cpu"]
     assert zero.pinned(4 * zero.SUB_GROUP["cpu"]) == 4 * GIB
 
@@ -82,8 +82,8 @@ def test_autocasts_copies_stay_to_the_backward_pass_unless_layers_are_recomputed
 def test_zero_3_gathers_in_float32_and_frozen_weights_as_they_are():
     largest = LLAMA_7B.embedding_parameters
     full, lora = (memory(LLAMA_7B, plan_of("zero3"), work) for work in (FULL, LORA))
-    assert full["gathered"] == close(4 * (zero.LIVE + largest) + 8 * largest)
-    assert lora["gathered"] == close(2 * (zero.LIVE + largest))
+    assert full["gathered"] == close(4 * (zero.LIVE["none"] + largest) + 8 * largest)
+    assert lora["gathered"] == close(2 * (zero.LIVE["none"] + largest))
     again = memory(LLAMA_7B, plan_of("zero3", activation_checkpointing="full"), FULL)["gathered"]
     assert again - full["gathered"] == close(2 * LLAMA_7B.layer_parameters)
     adapters = memory(LLAMA_7B, plan_of("zero3", ranks=1), LORA)["gradients"] / 4
