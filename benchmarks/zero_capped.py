@@ -18,6 +18,7 @@ from benchmarks.native_launch import ROOT, launch, request_of
 from benchmarks.native_variants import SHAPES
 from benchmarks.process_tree import host_peak
 from benchmarks.record import RESULTS, write
+from tasks.contracts import Candidate, Plan
 from tasks.params import read_params
 from tasks.planner.capabilities import TRAINABLE_NOW
 from tasks.planner.model_spec import model_spec
@@ -42,6 +43,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    candidate = choice(options)
+    figures = {
+        "shape": options.shape,
+        "method": options.method,
+        "cap_gib": options.gib,
+        "sequence": options.length,
+        **predicted(candidate),
+        "measured": None,
+    }
+    name = f"zero-capped-{options.shape}-{options.method}"
+    print(json.dumps(figures), flush=True)
+    write(name, figures, options.out)
+    figures["measured"] = measured(candidate.plan, options)
+    print(json.dumps(figures["measured"]), flush=True)
+    write(name, figures, options.out)
+
+
+def choice(options: argparse.Namespace) -> Candidate:
+    """What the planner takes for GPUs that have no more memory than is allowed here."""
     hardware = read_machine("auto", os.environ, Path("/"))
     small = tuple(
         gpu.model_copy(update={"memory_bytes": int(options.gib * GIB)})
@@ -57,14 +77,13 @@ def main() -> None:
         evaluation_rows=1,
         steps=1000,
     )
-    chosen = search(problem).fitting[0]
-    assert chosen.estimate is not None
-    plan, cost = chosen.plan, chosen.estimate
-    figures: dict[str, Any] = {
-        "shape": options.shape,
-        "method": options.method,
-        "cap_gib": options.gib,
-        "sequence": options.length,
+    return search(problem).fitting[0]
+
+
+def predicted(candidate: Candidate) -> dict[str, Any]:
+    plan, cost = candidate.plan, candidate.estimate
+    assert cost is not None
+    return {
         "plan": plan.name,
         "micro_batch": plan.micro_batch,
         "accumulation": plan.accumulation,
@@ -78,11 +97,11 @@ def main() -> None:
             "seconds_by_term": {term: round(taken, 3) for term, taken in cost.seconds.items()},
             "host_gib_by_term": {term: round(size / GIB, 1) for term, size in cost.host_bytes.items()},
         },
-        "measured": None,
     }
-    name = f"zero-capped-{options.shape}-{options.method}"
-    print(json.dumps(figures), flush=True)
-    write(name, figures, options.out)
+
+
+def measured(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step and peaks, on GPUs and host; or why there are none."""
     os.environ["CAP_GIB"] = str(options.gib)
     train = read_params(ROOT / "params.yaml").train.model_copy(update={"finetuning_type": options.method})
     with tempfile.TemporaryDirectory() as folder, host_peak() as host:
@@ -92,17 +111,14 @@ def main() -> None:
         )
         failed = launch("benchmarks.capped_trial", plan, (asked, told), options.seconds)
         result = TrialResult.read(told) if told.is_file() else None
+    host_gib = {"host_gib": round(host[0] / GIB, 1)}
     if result is None or result.seconds is None or result.peak_bytes is None:
-        figures["measured"] = {"error": (result.failed if result else None) or failed or "no result"}
-    else:
-        figures["measured"] = {
-            "seconds": round(result.seconds, 2),
-            "tokens_per_second": round(plan.global_batch * options.length / result.seconds),
-            "gib": round(result.peak_bytes / GIB, 1),
-        }
-    figures["measured"]["host_gib"] = round(host[0] / GIB, 1)
-    print(json.dumps(figures["measured"]), flush=True)
-    write(name, figures, options.out)
+        return {"error": (result.failed if result else None) or failed or "no result"} | host_gib
+    return {
+        "seconds": round(result.seconds, 2),
+        "tokens_per_second": round(plan.global_batch * options.length / result.seconds),
+        "gib": round(result.peak_bytes / GIB, 1),
+    } | host_gib
 
 
 if __name__ == "__main__":

@@ -288,8 +288,7 @@ def _explain(problem: Any, name: str) -> str:
 
 
 def _nearest(path: list[str]) -> str:
-    wrong = path[-1]
-    if wrong in MIGRATIONS:
+    if (wrong := path[-1]) in MIGRATIONS:
         return f"here it is called {MIGRATIONS[wrong]}"
     model: Any = Params
     for part in path[:-1]:
@@ -297,5 +296,5 @@ def _nearest(path: list[str]) -> str:
         model = field.annotation if field else Params
     known = [field.alias or key for key, field in model.model_fields.items()]
     close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)
-    where = ".".join(path[:-1]) or "the top level"
-    return f"did you mean {close[0]}?" if close else f"{where} knows {', '.join(known)}"
+    knows = f"{'.'.join(path[:-1]) or 'the top level'} knows {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else knows

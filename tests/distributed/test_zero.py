@@ -39,7 +39,9 @@ EVERY = [
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_build_async_io(), reason="DeepSpeed's op for NVMe needs libaio and a C++ compiler")
+@pytest.mark.skipif(
+    not can_build_async_io(), reason="DeepSpeed's op for NVMe needs libaio and a C++ compiler"
+)
 def test_states_on_nvme(tmp_path: Path) -> None:
     """Of a model large enough that DeepSpeed swaps at all (a MiB a rank)."""
     changes = {"train.finetuning_type": "full", "train.num_train_epochs": 1, "train.learning_rate": 0.001}
