@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tasks.contracts import Plan, Precision
+from tasks.errors import UserError
 from tasks.params import TrainParams
 from tasks.stage import heartbeat
 from tasks.trainer import training_state
@@ -171,12 +172,23 @@ class DeepSpeedEngine:
 
 
 def _compile_async_io() -> None:
-    """The op that moves states to NVMe and back: compiled once a machine, by one rank, and kept in torch's cache."""
+    """The op that moves states to NVMe and back: compiled once a machine, by one rank, and kept in torch's cache.
+
+    Raises:
+        UserError: it cannot be compiled here.
+    """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if dist.get_rank() == 0:
         with heartbeat("loading DeepSpeed's op for NVMe, which is compiled the first time"):
-            AsyncIOBuilder().load(verbose=False)
+            try:
+                AsyncIOBuilder().load(verbose=False)
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise UserError(
+                    f"the plan keeps states on NVMe, and DeepSpeed's op for that could not be compiled ({reason}); "
+                    "install libaio-dev and a C++ compiler, or use select_strategy.offload=cpu"
+                ) from error
     dist.barrier()
 
 
