@@ -223,15 +223,18 @@ def test_nothing_outlives_the_flow(paths: Paths, sleeping: subprocess.Popen[byte
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_prepare_data_is_forced_where_a_file_that_dvc_does_not_watch_has_changed(
+def test_a_stage_is_forced_where_a_file_that_dvc_does_not_watch_has_changed(
     paths: Paths, monkeypatch: pytest.MonkeyPatch, changed: bool
 ) -> None:
-    """That rows and templates are such files is tests/unit/test_prepare_data.py's."""
+    """Such files are rows and templates (tests/unit/test_prepare_data.py) and a ds_config.json
+    (tests/unit/test_deepspeed_config.py).
+    """
     monkeypatch.setattr("tasks.prepare_data.inputs_changed", lambda params, where: changed)
+    monkeypatch.setattr("tasks.deepspeed_file.file_changed", lambda params, where: not changed)
     asked: list[tuple[object, ...]] = []
     for name in SECTIONS:
         monkeypatch.setattr(f"flows.finetune.{name}", lambda *given: asked.append(given) or False)
     monkeypatch.chdir(paths.root)
     finetune.fn(str(paths.root))
     root = paths.root.resolve()
-    assert asked == [(root, changed), (root,), (root,), (root, False), (root,), (root,)]
+    assert asked == [(root, changed), (root,), (root, not changed), (root, False), (root,), (root,)]

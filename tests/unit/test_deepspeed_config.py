@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tasks.deepspeed_file import read_wishes, with_passed_on, with_wishes
+from tasks.contracts import Candidate, PlanReport, Resolved
+from tasks.deepspeed_file import file_changed, file_hash, read_wishes, with_passed_on, with_wishes
 from tasks.errors import UserError
 from tasks.optimizers import Optim
 from tasks.params import Params
@@ -18,6 +19,7 @@ from tasks.planner.deepspeed_config import RecipeFacts, deepspeed_wishes, names_
 from tasks.planner.problem import Pins
 from tasks.trainer.zero_config import zero_config
 from tests import tiny
+from tests.unit.planner_cases import TINY
 
 RECIPE = RecipeFacts(32, "adamw_torch", 5e-5, (0.9, 0.999), 1e-8, 0.0, 1.0, "linear", "float16")
 # The first seed's.
@@ -223,3 +225,22 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str | None, senten
     path.unlink() if text is None else path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=sentence):
         read_wishes(params, paths, "float32")
+
+
+def test_another_file_than_the_plan_was_made_with_is_seen(tmp_path: Path) -> None:
+    params, paths = in_a_workspace(tmp_path, SEED)
+    assert not file_changed(params, paths)  # no plan yet
+    PlanReport(
+        chosen=Candidate(plan=tiny.cpu_plan(), estimate=None, rejected=None),
+        why="",
+        runners_up=(),
+        rejected=(),
+        resolved=Resolved(precision="float32", token_budget=None),
+        model=TINY,
+        deepspeed_config=file_hash(params, paths),
+    ).write(paths.plan)
+    assert not file_changed(params, paths)
+    in_a_workspace(tmp_path, SEED | {"train_batch_size": 64})
+    assert file_changed(params, paths)
+    (tmp_path / "ds_config.json").unlink()
+    assert file_changed(params, paths)
