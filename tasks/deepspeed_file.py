@@ -32,6 +32,9 @@ def read_wishes(params: Params, paths: Paths, precision: Precision) -> DeepSpeed
         say(f"select_strategy: {conflict}")
     passed = ", ".join(names_of(wishes.passed))
     say(f"select_strategy: handed to DeepSpeed as {name} has them: {passed or 'no further keys'}")
+    if wishes.unused:
+        unused = ", ".join(wishes.unused)
+        say(f"select_strategy: not used of {name}, since params.yaml or the engine settles it: {unused}")
     return wishes
 
 

@@ -83,10 +83,9 @@ def can_build_async_io() -> bool:
     said = ":".join(os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")).split(":")
     folders = ["/usr/include", f"{sys.prefix}/include", *filter(None, said)]
     header = any((Path(folder) / "libaio.h").is_file() for folder in folders)
-    known = find_library("aio") is not None or any(
-        (Path(folder) / "libaio.so").exists() for folder in os.environ.get("LIBRARY_PATH", "").split(":")
-    )
-    return tools and header and known
+    libraries = filter(None, os.environ.get("LIBRARY_PATH", "").split(":"))
+    known = find_library("aio") or any((Path(folder) / "libaio.so").exists() for folder in libraries)
+    return tools and header and bool(known)
 
 
 def check_deepspeed(params: Params) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, cast
 
 from tasks.contracts import Plan, Precision
 from tasks.errors import UserError
@@ -94,9 +94,10 @@ def parse_name(name: str) -> Wanted:
 
 def _with_zero(said: str, stage: str, degree: int, offload: str) -> Wanted:
     missing = None if find_spec("deepspeed") else "DeepSpeed is not installed; pip install deepspeed"
-    zero: Zero = {"zero0": "zero0", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3"}[stage]  # type: ignore[assignment]
-    where: Offload = {"none": "none", "cpu": "cpu", "nvme": "nvme"}[offload]  # type: ignore[assignment]
-    return Wanted(said, shards=degree, zero=zero, offload=where, missing=missing)
+    # The name was matched: it has no other words.
+    return Wanted(
+        said, shards=degree, zero=cast(Zero, stage), offload=cast(Offload, offload), missing=missing
+    )
 
 
 def _no_plan(name: str) -> UserError:

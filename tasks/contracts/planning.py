@@ -112,6 +112,11 @@ class Plan(Contract):
     deepspeed_config: str = ""
 
     @property
+    def on_disk(self) -> bool:
+        """Whether some of it lies on NVMe."""
+        return "nvme" in (self.offload, self.offload_parameters)
+
+    @property
     def data_parallel(self) -> int:
         return self.dp_replicate * self.dp_shard
 

@@ -34,6 +34,19 @@ OWN_KEYS = {
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 }
+COMPARED = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer.type",
+    "optimizer.params",
+    "scheduler.type",
+    "fp16.enabled",
+    "bf16.enabled",
+    "bfloat16.enabled",
+}
+COMPARED_PARAMS = {"lr", "eps", "weight_decay", "betas", "adam_w_mode"}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 OFFLOADS = {"none", "cpu", "nvme"}
 
@@ -55,11 +68,14 @@ class RecipeFacts:
 
 @dataclass(frozen=True)
 class DeepSpeedWishes:
-    """What a ds_config.json comes to. `pins` are by the names of `Plan`; `passed` is handed to DeepSpeed as it is."""
+    """What a ds_config.json comes to. `pins` are by the names of `Plan`; `passed` is handed to DeepSpeed as it is;
+    `unused` names what the recipe or the engine settles by itself.
+    """
 
     pins: dict[str, Any]
     conflicts: tuple[str, ...]
     passed: dict[str, Any]
+    unused: tuple[str, ...] = ()
 
 
 def deepspeed_wishes(config: Mapping[str, Any], recipe: RecipeFacts) -> DeepSpeedWishes:
@@ -95,7 +111,18 @@ def deepspeed_wishes(config: Mapping[str, Any], recipe: RecipeFacts) -> DeepSpee
         }
         tuning |= {key: more} if more else {}
     passed |= {"zero_optimization": tuning} if tuning else {}
-    return DeepSpeedWishes(pins, tuple(conflicts), passed)
+    return DeepSpeedWishes(pins, tuple(conflicts), passed, tuple(_unused(config)))
+
+
+def _unused(config: Mapping[str, Any]) -> Iterator[str]:
+    """Dotted names of keys that are neither compared with the recipe nor passed on."""
+    for name in names_of(
+        {key: config[key] for key in sorted(OWN_KEYS & config.keys() - {"zero_optimization"})}
+    ):
+        if name not in COMPARED:
+            yield name
+    params = _section(_section(config, "optimizer"), "params")
+    yield from (f"optimizer.params.{key}" for key in params if key not in COMPARED_PARAMS)
 
 
 def names_of(passed: Mapping[str, Any], before: str = "") -> Iterator[str]:

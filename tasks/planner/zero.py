@@ -1,7 +1,7 @@
 """ZeRO as the engine deepspeed runs it: what a GPU and a node's host memory hold, and what offload moves.
 
-Read off DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py, partition_parameters.py) with
-tasks/trainer/zero_config.py, whose bucket sizes are repeated here; a test compares them.
+Read off DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py, partition_parameters.py). The sizes of its buckets
+are counted here and told to it by tasks/trainer/zero_config.py.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from tasks.planner.machine import Machine
 from tasks.planner.model_spec import lora_parameters
 from tasks.planner.workload import Software, Workload
 
-BUCKET = 50_000_000  # elements of a bucket that gradients are reduced from
+# Elements of a bucket that gradients are reduced from. DeepSpeed's own (500 million a bucket, a billion gathered) take
+# 4 to 8 GB in float32; these fill a link too. A matrix larger than a bucket is sent by itself.
+BUCKET = 50_000_000
 # Elements that ZeRO-3 gathers ahead at most, by where parameters are kept: a layer of a 7 B model is more than the
 # smaller number, so it is fetched late. On two H200 a step of Qwen2.5-7B took 3.6 s with the larger one, and 5.9 s.
 LIVE = {"none": 1_000_000_000, "cpu": 200_000_000, "nvme": 200_000_000}
-SUB_GROUP = {
-    "none": 100_000_000,
-    "cpu": 900_000_000,
-    "nvme": 100_000_000,
-}  # elements stepped at once under ZeRO-3
+# Elements that ZeRO-3's optimizer is given at once. On a GPU it has a second flat gradient, on disk it passes through
+# buffers of this size; in host memory each has a pinned one, and these are rounded up to a power of two: here 2**30
+# elements.
+SUB_GROUP = {"none": 100_000_000, "cpu": 900_000_000, "nvme": 100_000_000}
 SWAP_BUFFERS = 5  # of a sub-group each: Adam's four states and one more
-PARAMETER_BUFFERS = 5 * 600_000_000 * FLOAT32  # bytes a node through which parameters come from disk
+PARAMETER_BUFFER = (
+    600_000_000  # elements, of all ranks together: a model's largest matrix comes from disk through it
+)
+PARAMETER_BUFFERS = 5 * PARAMETER_BUFFER * FLOAT32  # bytes a node
 IN_HOST = 1_000_000_000 * FLOAT32  # bytes a rank of the parameters kept on disk that stay in host memory
 FLAT_ALL_REDUCE = 500_000_000  # elements that ZeRO-0 joins to one all-reduce
 # Beside the optimizer on the host: before it gradients are looked through for infinities and NaN (twice, with a byte an

@@ -7,21 +7,21 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tasks.contracts import Plan, Precision
 from tasks.errors import UserError
 from tasks.params import TrainParams
 from tasks.stage import heartbeat
-from tasks.trainer import training_state
 from tasks.trainer.adapters import attach_adapters, stay_in_half
 from tasks.trainer.clock import StepClock
 from tasks.trainer.engine import Batch, StepResult
+from tasks.trainer.engine_base import EngineBase
 from tasks.trainer.filling import EmptyStage, fill
 from tasks.trainer.loss_scale import LossScale
 from tasks.trainer.optimizers import make_optimizer
@@ -33,7 +33,7 @@ from tasks.trainer.zero_loading import fill_partitioned
 from tasks.trainer.zero_state import ZeroState
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(EngineBase):
     """Implements `Engine` for every plan of the engine deepspeed.
 
     Parameters are in float32 under autocast, and gradients are reduced in float32, as under the native engine: so
@@ -61,10 +61,10 @@ class DeepSpeedEngine:
         self.model = attach_adapters(base.model, train, seed).train()
         stay_in_half(self.model, precision)
         adapters = LoadedWeights(take_out(self.model))
-        self._parameters, self.outline = count_parameters(self.model), copy.deepcopy(self.model)
+        self.parameters, self.outline = count_parameters(self.model), copy.deepcopy(self.model)
         module = prepared(self.model, base.model, plan, precision, None, 0)
         deepspeed.init_distributed(dist_backend="nccl" if plan.device == "cuda" else "gloo")
-        if "nvme" in (plan.offload, plan.offload_parameters):
+        if plan.on_disk:
             _compile_async_io()
         if plan.sharding == "zero3":
             fill_partitioned(module, self.model, base.weights, adapters, self.device, self._config)
@@ -124,23 +124,19 @@ class DeepSpeedEngine:
     def _step_alone(self) -> tuple[float, bool]:
         """The same without ZeRO, where every rank has every gradient."""
         gradients = [weight.grad for weight in self._trainable if weight.grad is not None]
-        squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-        norm = squares.sqrt() / self.loss_scale.value
+        norm = self.clipped(gradients, torch.stack(torch._foreach_norm(gradients)).double().square().sum())
         finite = not self.loss_scale.enabled or bool(norm.isfinite())
-        if not finite:
+        if finite:
+            self.engine.step()
+        else:
             self.engine.zero_grad()
-            return float(norm), False
-        factor = (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.value
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-        self.engine.step()
-        return float(norm), True
+        return float(norm), finite
 
     # --- state ----------------------------------------------------------------------------------
 
     def _all_state(self) -> dict[str, Any]:
         self.state.fill()
-        small = {"schedule": self.schedule.state_dict(), "scaler": self.loss_scale.state_dict()}
-        return self.state.boxes() | small
+        return self.state.boxes() | self.small_state()
 
     def save(self, folder: Path) -> None:
         """Trainable weights and optimizer state by parameter name, as every engine writes them."""
@@ -150,46 +146,31 @@ class DeepSpeedEngine:
         state = self._all_state()
         dcp.load(state, checkpoint_id=folder)
         self.state.take()
-        self.schedule.load_state_dict(state["schedule"])
-        for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
-            group["lr"] = rate
-        self.loss_scale.load_state_dict(state["scaler"])
-
-    def export(self, folder: Path, checkpoint: Path) -> None:
-        """See `Engine.export`."""
-        if dist.get_rank() != 0:
-            return
-        training_state.export(self.outline, self.train, self.precision, checkpoint, folder)
-
-    def parameter_counts(self) -> tuple[int, int]:
-        return self._parameters
-
-    def clock(self) -> dict[str, float]:
-        return dict(self.step_clock.totals)
+        self.take_small_state(state)
 
     def close(self) -> None:
         self.engine.destroy()
 
 
 def _compile_async_io() -> None:
-    """The op that moves states to NVMe and back: compiled once a machine, by one rank, and kept in torch's cache.
+    """The op that moves states to NVMe and back: compiled once a machine and kept in torch's cache. Ranks wait for the
+    one that compiles by a file, so that no collective runs out of time.
 
     Raises:
         UserError: it cannot be compiled here.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    if dist.get_rank() == 0:
-        with heartbeat("loading DeepSpeed's op for NVMe, which is compiled the first time"):
-            try:
-                AsyncIOBuilder().load(verbose=False)
-            except Exception as error:
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise UserError(
-                    f"the plan keeps states on NVMe, and DeepSpeed's op for that could not be compiled ({reason}); "
-                    "install libaio-dev and a C++ compiler, or use select_strategy.offload=cpu"
-                ) from error
-    dist.barrier()
+    said = "loading DeepSpeed's op for NVMe, which is compiled the first time"
+    with heartbeat(said) if os.environ.get("RANK", "0") == "0" else nullcontext():
+        try:
+            AsyncIOBuilder().load(verbose=False)
+        except (RuntimeError, OSError, ImportError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"the plan keeps states on NVMe, and DeepSpeed's op for that could not be compiled ({reason}); "
+                "install libaio-dev and a C++ compiler, or use select_strategy.offload=cpu"
+            ) from error
 
 
 def import_deepspeed(plan: Plan) -> Any:

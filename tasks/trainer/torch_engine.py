@@ -20,6 +20,7 @@ from tasks.trainer.clock import StepClock
 from tasks.trainer.comm_hooks import PowerSgd, communication_hook
 from tasks.trainer.data_parallel import DataParallel
 from tasks.trainer.engine import Batch, StepResult
+from tasks.trainer.engine_base import EngineBase
 from tasks.trainer.loss_scale import LossScale
 from tasks.trainer.mesh import first_and_last_stage, group_over
 from tasks.trainer.optimizers import fill, make_optimizer
@@ -29,7 +30,7 @@ from tasks.trainer.step_parts import schedule_of, sent_to, tell
 from tasks.trainer.weights import MetaModel
 
 
-class TorchEngine:
+class TorchEngine(EngineBase):
     """Implements `Engine` for every plan of the engine torch."""
 
     def __init__(
@@ -45,7 +46,7 @@ class TorchEngine:
         self.device = local_device(plan)
         parts = parallelize(base, train, plan, precision, seed)
         self.modules, self.model, self.pipeline = parts.modules, parts.model, parts.pipeline
-        self.outline, self.pieces, self._parameters = parts.outline, parts.pieces, parts.parameters
+        self.outline, self.pieces, self.parameters = parts.outline, parts.pieces, parts.parameters
         self.trainable = [piece.weight for piece in self.pieces]
         self._groups(parts.mesh)
         self.optimizer = make_optimizer(train, self.trainable, fused=plan.device == "cuda")
@@ -166,50 +167,28 @@ class TorchEngine:
             self.step_clock.mark("optimizer")
             dist.all_reduce(squares, group=self._copy)
             self.step_clock.mark("communication" if self.plan.pp == 1 else "pipeline_wait")
-        norm = squares.sqrt() / self.loss_scale.value
-        factor = (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.value
-        gradients = [local(weight.grad) for weight in self.trainable if weight.grad is not None]
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-        return norm
+        return self.clipped(
+            [local(weight.grad) for weight in self.trainable if weight.grad is not None], squares
+        )
 
     # --- state ----------------------------------------------------------------------------------
-
-    def _small_state(self) -> dict[str, Any]:
-        return {"schedule": self.schedule.state_dict(), "scaler": self.loss_scale.state_dict()}
 
     def save(self, folder: Path) -> None:
         """Trainable weights and optimizer state by parameter name, through torch's distributed checkpoint."""
         fill(self.optimizer)  # if every step so far overflowed, it has none
-        dcp.save(
-            training_state.boxes(self.pieces, self.optimizer) | self._small_state(), checkpoint_id=folder
-        )
+        dcp.save(training_state.boxes(self.pieces, self.optimizer) | self.small_state(), checkpoint_id=folder)
         if self._hook is not None and isinstance(self._hook[0], PowerSgd):
             self._hook[0].save(folder, ((piece.name, piece.weight) for piece in self.pieces))
 
     def load(self, folder: Path) -> None:
         fill(self.optimizer)
-        state = training_state.boxes(self.pieces, self.optimizer) | self._small_state()
+        state = training_state.boxes(self.pieces, self.optimizer) | self.small_state()
         dcp.load(state, checkpoint_id=folder)
         training_state.take_numbers(self.pieces, self.optimizer, state)
         training_state.copy_twins(self.pieces, self.optimizer)
-        self.schedule.load_state_dict(state["schedule"])
-        for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
-            group["lr"] = rate
-        self.loss_scale.load_state_dict(state["scaler"])
+        self.take_small_state(state)
         if self._hook is not None and isinstance(self._hook[0], PowerSgd):
             self._hook[0].load(folder, ((piece.name, piece.weight) for piece in self.pieces))
-
-    def export(self, folder: Path, checkpoint: Path) -> None:
-        """See `Engine.export`."""
-        if dist.get_rank() != 0:
-            return
-        training_state.export(self.outline, self.train, self.precision, checkpoint, folder)
-
-    def parameter_counts(self) -> tuple[int, int]:
-        return self._parameters
-
-    def clock(self) -> dict[str, float]:
-        return dict(self.step_clock.totals)
 
     def close(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

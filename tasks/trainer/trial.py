@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -60,12 +59,13 @@ def run_trial(request: TrialRequest) -> TrialResult:
     import torch
 
     try:
-        return _measure(request)
+        with tempfile.TemporaryDirectory(prefix="elastane-nvme-", ignore_cleanup_errors=True) as swap:
+            return _measure(request, Path(swap))
     except torch.OutOfMemoryError:
         return TrialResult(plan=request.plan, seconds=None, peak_bytes=None, failed="ran out of GPU memory")
 
 
-def _measure(request: TrialRequest) -> TrialResult:
+def _measure(request: TrialRequest, swap: Path) -> TrialResult:
     import torch
 
     from tasks.trainer.engines import make_engine
@@ -74,7 +74,6 @@ def _measure(request: TrialRequest) -> TrialResult:
     plan = request.plan
     base = random_model(request, 0)
     vocab = base.model.config.vocab_size
-    swap = Path(tempfile.mkdtemp(prefix="elastane-nvme-")) if plan.offload == "nvme" else None
     engine = make_engine(base, request.train, plan, request.precision, 100, 0, swap)
     del base
     cuda = plan.device == "cuda"
@@ -94,8 +93,6 @@ def _measure(request: TrialRequest) -> TrialResult:
         engine.train_step(batches, targets, ())
         taken.append(time.perf_counter() - begin)  # train_step reads the loss, so the device has caught up
     engine.close()
-    if swap is not None:
-        shutil.rmtree(swap, ignore_errors=True)
     peak = peak_memory(plan) if cuda else None
     return TrialResult(plan=plan, seconds=statistics.median(taken[WARM_UP:]), peak_bytes=peak, failed=None)
 

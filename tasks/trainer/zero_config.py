@@ -13,16 +13,9 @@ from typing import Any
 from tasks.contracts import Plan
 from tasks.params import TrainParams
 from tasks.planner.deepspeed_config import with_passed
+from tasks.planner.zero import BUCKET, LIVE, PARAMETER_BUFFER, SUB_GROUP
 
 NEVER = 2**31 - 1
-# Elements. DeepSpeed's own (500 million a bucket, a billion gathered) take 4 to 8 GB in float32; these fill a link too.
-# A matrix larger than a bucket is sent by itself. tasks/planner/zero.py counts them.
-BUCKET = 50_000_000
-LIVE = {"none": 1_000_000_000, "cpu": 200_000_000, "nvme": 200_000_000}  # by where parameters are kept
-# What ZeRO-3's optimizer is given at once. On a GPU it has a second flat gradient, on disk it passes through buffers of
-# this size; in host memory each has a pinned one, and these are rounded up to a power of two: here 2**30 elements.
-SUB_GROUP = {"none": 100_000_000, "cpu": 900_000_000, "nvme": 100_000_000}
-PARAMETER_BUFFER = 600_000_000  # of all ranks together: a model's largest matrix passes through one from disk
 STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 

@@ -159,6 +159,25 @@ def test_auto_says_nothing_and_unknown_keys_pass_through() -> None:
     }
 
 
+def test_what_is_neither_compared_nor_passed_on_is_named() -> None:
+    config = SEED | {
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "torch_adam": True}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}},
+        "amp": {"opt_level": "O1"},
+    }
+    found = deepspeed_wishes(config, RECIPE)
+    assert sorted(found.unused) == [
+        "amp.opt_level",
+        "fp16.initial_scale_power",
+        "fp16.loss_scale",
+        "optimizer.params.torch_adam",
+        "scheduler.params",
+    ]
+    assert found.conflicts == () and "amp" not in found.passed
+    assert deepspeed_wishes(SEED, RECIPE).unused == ()
+
+
 def test_the_folder_on_nvme_is_read() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/fast/disk"}}
     found = deepspeed_wishes({"zero_optimization": zero}, RECIPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -38,13 +39,15 @@ def close(expected: float):
 
 
 def test_what_is_counted_is_what_the_engine_is_told():
-    assert (zero.BUCKET, zero.LIVE) == (zero_config.BUCKET, zero_config.LIVE)
-    assert zero.SUB_GROUP == zero_config.SUB_GROUP
-    assert zero.PARAMETER_BUFFERS == 5 * 4 * zero_config.PARAMETER_BUFFER
     told = zero_config.zero_config(plan_of("zero3", offload="cpu"), train_params())["zero_optimization"]
     assert told["reduce_bucket_size"] == told["stage3_prefetch_bucket_size"] == zero.BUCKET
     assert told["stage3_max_live_parameters"] == told["stage3_max_reuse_distance"] == zero.LIVE["none"]
     assert told["sub_group_size"] == zero.SUB_GROUP["cpu"]
+    plan = plan_of("zero3", offload="nvme", offload_parameters="nvme")
+    disk = zero_config.zero_config(plan, train_params(), Path("fast"))["zero_optimization"]
+    assert disk["sub_group_size"] == zero.SUB_GROUP["nvme"]
+    assert disk["stage3_max_live_parameters"] == zero.LIVE["nvme"]
+    assert 5 * 4 * disk["offload_param"]["buffer_size"] * plan.dp_shard == zero.PARAMETER_BUFFERS
     assert zero.pinned(4 * zero.SUB_GROUP["cpu"]) == 4 * GIB
 
 
